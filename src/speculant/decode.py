@@ -1,0 +1,268 @@
+"""The loop: propose, forward, verify, roll back.
+
+One round for a batch of rows. Every draft, every temperature and plain decoding (a draft that
+proposes nothing) go through it. Before and after a round, for every row (design, law 7):
+
+    cache:   tokens[:-1]           the prefix without the root
+    root:    tokens[-1]            row 0 of the next forward
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .cache import KVCache
+from .drafts.base import Draft, DraftRow, Feedback
+from .metrics import Counters
+from .proposal import Proposal, Verdict
+from .sampling import check_logits, draw, to_probs
+from .target.base import Target
+from .text import TextStream
+from .tree import forward_layout, is_chain, node_paths
+from .verify import verify_block, verify_chain, verify_chosen, verify_tree
+
+RULES = {"token": verify_chain, "block": verify_block}
+"""Acceptance rules for sampled chains; sampled trees and chosen nodes have one rule each."""
+
+
+@dataclass
+class Row(DraftRow):
+    """One running request, as the loop sees it."""
+
+    text: TextStream = field(kw_only=True)
+    counters: Counters = field(default_factory=Counters, kw_only=True)
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Log-probability of a token and of the likeliest ones, from the target's raw logits."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one round committed for one row.
+
+    origins: per token, how it came to be: accepted, recovered, bonus, or plain (nothing drafted)
+    """
+
+    tokens: list[int]
+    origins: list[str]
+    logprobs: list[TokenLogprob] | None
+
+
+class Decoder:
+    """Runs rounds of a target and a draft over the rows of one cache."""
+
+    def __init__(self, target: Target, draft: Draft, cache: KVCache, rule: str = "block") -> None:
+        if rule not in RULES:
+            raise ValueError(f"unknown acceptance rule {rule!r}: choose one of {', '.join(RULES)}")
+        self.target, self.draft, self.cache, self.rule = target, draft, cache, rule
+
+    def prefill(self, row: Row, start: int, end: int) -> None:
+        """Cache prompt tokens [start, end) of a row, which holds exactly [0, start)."""
+        began = time.perf_counter()
+        tokens = torch.tensor([row.tokens[start:end]])
+        positions = torch.arange(start, end)[None]
+        rows = self.cache.rows([row.slot], end - start)
+        taps = self.draft.info.taps
+        _, hidden = self.target.forward(tokens, positions, None, rows, taps, need_logits=False)
+        self.cache.advance(row.slot, end - start)
+        self.draft.prefill(row, start, None if hidden is None else hidden[0])
+        row.counters.prefill_ms += _ms_since(began)
+
+    def round(self, rows: Sequence[Row]) -> list[Step]:
+        """Commit at least one token for every row."""
+        began = time.perf_counter()
+        proposal = self._checked(self.draft.propose(rows), rows)
+        drafted = time.perf_counter()
+        logits, hidden, offsets = self._forward(rows, proposal)
+        forwarded = time.perf_counter()
+        proposal = proposal.to(logits.device)
+        nodes = 1 + proposal.width
+        verdict = self._verify(rows, proposal, logits[:, :nodes], offsets[:, :nodes])
+        steps = self._commit(rows, proposal, verdict, logits, offsets[:, :nodes].tolist())
+        verified = time.perf_counter()
+        self._teach(rows, proposal, steps, verdict, logits, hidden)
+        ended = time.perf_counter()
+        for row in rows:
+            row.counters.draft_ms += 1e3 * (drafted - began + ended - verified)
+            row.counters.forward_ms += 1e3 * (forwarded - drafted)
+            row.counters.verify_ms += 1e3 * (verified - drafted)
+            row.counters.decode_ms += 1e3 * (ended - began)
+        return steps
+
+    def _checked(self, proposal: Proposal, rows: Sequence[Row]) -> Proposal:
+        """A proposal that is safe to run: ids in the vocabulary, finite probabilities.
+
+        A row whose draft probabilities hold NaN drafts nothing this round (design, law 6).
+        """
+        if len(proposal.tokens) != len(rows):
+            raise ValueError(
+                f"{self.draft.info.name} proposed {len(proposal.tokens)} rows of {len(rows)}"
+            )
+        tokens = proposal.tokens.masked_fill(~proposal.real, 0)
+        vocab = self.target.info.vocab_size
+        if bool(((tokens < 0) | (tokens >= vocab)).any()):
+            raise ValueError(f"{self.draft.info.name} proposed a token outside 0..{vocab - 1}")
+        lengths = proposal.num_nodes
+        if proposal.draft_probs is not None:
+            sane = proposal.draft_probs.sum(dim=-1).isfinite() | ~proposal.real
+            lengths = torch.where(sane.all(dim=1), lengths, 0)
+        probs, window = proposal.draft_probs, proposal.window
+        return Proposal(tokens, proposal.parents, probs, lengths, window)
+
+    def _forward(
+        self, rows: Sequence[Row], proposal: Proposal
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The target over root, nodes and window: logits [B, T, V], taps, offsets [B, T]."""
+        drafted, offsets, mask = forward_layout(proposal)
+        roots = torch.tensor([[row.tokens[-1]] for row in rows])  # shape: [B, 1]
+        tokens = torch.cat([roots, drafted], dim=1)  # shape: [B, T]
+        last = torch.tensor([[len(row.tokens) - 1] for row in rows])
+        positions = (last + offsets).clamp(max=self.target.info.context_length - 1)
+        cache = self.cache.rows([row.slot for row in rows], tokens.shape[1])
+        taps = self.draft.info.taps
+        logits, hidden = self.target.forward(tokens, positions, mask, cache, taps)
+        assert logits is not None
+        nodes = 1 + proposal.width
+        check_logits(logits[:, :nodes], positions[:, :nodes])
+        return logits, hidden, offsets
+
+    def _verify(
+        self, rows: Sequence[Row], proposal: Proposal, logits: Tensor, offsets: Tensor
+    ) -> Verdict:
+        """Apply the acceptance rule; logits [B, 1 + n, V], offsets (depths) [B, 1 + n]."""
+        logits = self._adjusted(rows, proposal, logits)
+        if proposal.draft_probs is None:
+            return verify_chosen(proposal, _own_tokens(rows, logits, offsets))
+        uniforms = torch.zeros(len(rows), proposal.width + 1, dtype=torch.float64)
+        for b, (row, count) in enumerate(zip(rows, proposal.num_nodes.tolist(), strict=True)):
+            numbers = row.random.take(count + 1)
+            uniforms[b, :count] = torch.tensor(numbers[:-1], dtype=torch.float64)
+            uniforms[b, -1] = numbers[-1]
+        rule = RULES[self.rule] if is_chain(proposal.parents) else verify_tree
+        return rule(proposal, _probabilities(rows, logits), uniforms.to(logits.device))
+
+    def _adjusted(self, rows: Sequence[Row], proposal: Proposal, logits: Tensor) -> Tensor:
+        """Penalties, bias and min_tokens at every position, with its drafted path as history."""
+        if not any(row.history.active for row in rows):
+            return logits
+        out = []
+        trees = zip(proposal.parents.tolist(), proposal.tokens.tolist(), strict=True)
+        for row, (parents, tokens), mine in zip(rows, trees, logits, strict=True):
+            paths = node_paths(parents, tokens) if row.history.active else []
+            out.append(row.history.adjust(mine, paths))
+        return torch.stack(out)
+
+    def _commit(
+        self,
+        rows: Sequence[Row],
+        proposal: Proposal,
+        verdict: Verdict,
+        logits: Tensor,
+        depths: list[list[int]],
+    ) -> list[Step]:
+        """Cut at EOS, stops and limits; roll the cache back to what was committed; count."""
+        ids, paths = proposal.tokens.tolist(), verdict.path.tolist()
+        counts, lengths = verdict.num_accepted.tolist(), proposal.num_nodes.tolist()
+        lasts, bonus = verdict.next_token.tolist(), verdict.is_bonus.tolist()
+        steps = []
+        for b, row in enumerate(rows):
+            path = paths[b][: counts[b]]
+            ending = "plain" if lengths[b] == 0 else "bonus" if bonus[b] else "recovered"
+            tokens = [ids[b][node] for node in path] + [lasts[b]]
+            origins = ["accepted"] * len(path) + [ending]
+            kept = row.text.push(tokens)
+            tokens, origins = tokens[:kept], origins[:kept]
+            sources = [0, *(node + 1 for node in path)][:kept]  # forward row each came from
+            self.cache.keep(row.slot, sources)
+            row.tokens += tokens
+            row.history.commit(tokens)
+            if proposal.draft_probs is None and not row.params.greedy:
+                row.random.take(kept)
+            depth = max(depths[b][: lengths[b] + 1])
+            row.counters.add_round(lengths[b], depth, min(len(path), kept), kept)
+            logprobs = _logprobs(row, logits[b], sources, tokens)
+            steps.append(Step(tokens, origins, logprobs))
+        return steps
+
+    def _teach(
+        self,
+        rows: Sequence[Row],
+        proposal: Proposal,
+        steps: Sequence[Step],
+        verdict: Verdict,
+        logits: Tensor,
+        hidden: Tensor | None,
+    ) -> None:
+        """Hand the draft what the round showed."""
+        nodes = 1 + proposal.width
+        counts = verdict.num_accepted.tolist()
+        paths = [p[:n] for p, n in zip(verdict.path.tolist(), counts, strict=True)]
+        self.draft.update(
+            rows,
+            Feedback(
+                proposal=proposal,
+                committed=[step.tokens for step in steps],
+                paths=paths,
+                hidden=None if hidden is None else hidden[:, :nodes],
+                window_logits=None if proposal.window is None else logits[:, nodes:],
+            ),
+        )
+
+
+def _own_tokens(rows: Sequence[Row], logits: Tensor, depths: Tensor) -> Tensor:
+    """The target's own token after the root and every node, [B, 1 + n]: argmax or sample.
+
+    The number that samples a position is the one plain decoding would use there: the first for
+    the root's successor, the next one level down.
+    """
+    if all(row.params.greedy for row in rows):
+        return logits.argmax(dim=-1)
+    deepest = int(depths.max()) + 1
+    numbers = [[0.0] * deepest if row.params.greedy else row.random.peek(deepest) for row in rows]
+    uniforms = torch.tensor(numbers, dtype=torch.float64).to(logits.device)
+    uniforms = uniforms.gather(1, depths.to(logits.device))  # shape: [B, 1 + n]
+    return draw(_probabilities(rows, logits), uniforms)
+
+
+def _probabilities(rows: Sequence[Row], logits: Tensor) -> Tensor:
+    """Target probabilities [B, 1 + n, V]; rows of equal parameters are transformed together."""
+    groups: dict[tuple[float, int, float, float], list[int]] = {}
+    for b, row in enumerate(rows):
+        groups.setdefault(row.params.shape, []).append(b)
+    if len(groups) == 1:
+        return to_probs(logits, rows[0].params)
+    out = torch.empty_like(logits)
+    for members in groups.values():
+        out[members] = to_probs(logits[members], rows[members[0]].params)
+    return out
+
+
+def _logprobs(
+    row: Row, logits: Tensor, sources: Sequence[int], tokens: Sequence[int]
+) -> list[TokenLogprob] | None:
+    """Raw log-probabilities of committed tokens; token j was drawn after forward row sources[j]."""
+    count = row.params.logprobs
+    if count is None:
+        return None
+    table = logits[list(sources)].log_softmax(dim=-1)  # shape: [kept, V]
+    out = []
+    for logps, token in zip(table, tokens, strict=True):
+        values, ids = logps.topk(count)
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        out.append(TokenLogprob(token, float(logps[token]), top))
+    return out
+
+
+def _ms_since(began: float) -> float:
+    return 1e3 * (time.perf_counter() - began)

@@ -1,0 +1,71 @@
+"""Every draft strategy by name, and the one way to make one.
+
+Builders import what they need when called, so that listing the drafts costs nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
+from ..target.base import Target
+from .base import Draft
+
+
+def _none(target: Target) -> Draft:
+    from .none import NoDraft
+
+    return NoDraft()
+
+
+def _ngram(
+    target: Target, num_draft_tokens: int = 8, max_ngram: int = 4, min_ngram: int = 1
+) -> Draft:
+    from .ngram import NgramDraft
+
+    return NgramDraft(num_draft_tokens, max_ngram, min_ngram)
+
+
+def _lookahead(target: Target, window: int = 5, ngram: int = 4, max_candidates: int = 5) -> Draft:
+    from .lookahead import LookaheadDraft
+
+    return LookaheadDraft(window, ngram, max_candidates, target.info.context_length)
+
+
+def _vanilla(
+    target: Target,
+    model: Target | str | Path | None = None,
+    num_draft_tokens: int = 4,
+    layers: int | None = None,
+) -> Draft:
+    from .vanilla import for_target
+
+    return for_target(target, model, num_draft_tokens, layers)
+
+
+DRAFTS: dict[str, tuple[str, Callable[..., Draft]]] = {
+    "none": ("drafts nothing: plain decoding", _none),
+    "ngram": ("copies what followed the last occurrence of the newest tokens", _ngram),
+    "lookahead": ("verifies n-grams from a Jacobi window in the target's own forward", _lookahead),
+    "vanilla": ("a smaller model with the same tokenizer, or the target's first layers", _vanilla),
+}
+"""Name -> what it does in a line, and its builder: the target, then the draft's options."""
+
+
+def draft_options(name: str) -> dict[str, object]:
+    """Options of a draft and their defaults."""
+    parameters = list(inspect.signature(DRAFTS[name][1]).parameters.values())
+    return {parameter.name: parameter.default for parameter in parameters[1:]}
+
+
+def load_draft(name: str, target: Target, **options: object) -> Draft:
+    """Make a draft for a target; ValueError for a name or an option that is not known."""
+    if name not in DRAFTS:
+        raise ValueError(f"unknown draft {name!r}: the drafts are {', '.join(DRAFTS)}")
+    known = draft_options(name)
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        takes = f"its options are {', '.join(known)}" if known else "it has none"
+        raise ValueError(f"draft {name!r} has no option {', '.join(unknown)}: {takes}")
+    return DRAFTS[name][1](target, **options)

@@ -1,0 +1,87 @@
+"""What the loop needs of a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from ..proposal import Proposal
+from ..sampling import History, Random, SamplingParams
+
+
+@dataclass
+class DraftRow:
+    """What a draft may know of one running request.
+
+    tokens: prompt and committed output; the last one is the root, not yet in any cache
+    budget: the deepest this round's proposal may go; 0 means: draft nothing for this row
+    history: what penalties depend on, for a draft that samples through the same transform
+    """
+
+    slot: int
+    tokens: list[int]
+    params: SamplingParams
+    random: Random
+    history: History
+    budget: int = 0
+
+
+@dataclass(frozen=True)
+class Feedback:
+    """What a round taught, for `Draft.update`. One entry a row of that round's proposal.
+
+    committed:     tokens each row committed, the new root last (a row that just finished too)
+    paths:         accepted nodes of each row, from the root down
+    hidden:        [B, 1 + n, len(taps) * H], tapped states of the root and every node, or None
+    window_logits: [B, w, V] logits of the proposal's window rows, or None
+    """
+
+    proposal: Proposal
+    committed: Sequence[Sequence[int]]
+    paths: Sequence[Sequence[int]]
+    hidden: Tensor | None = None
+    window_logits: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DraftInfo:
+    """Name, the hidden states it taps, and the largest proposal it makes."""
+
+    name: str
+    taps: tuple[int, ...] = ()
+    max_nodes: int = 0
+    max_window: int = 0
+    options: dict[str, object] = field(default_factory=dict)
+
+
+class Draft(Protocol):
+    """Whatever proposes tokens. A draft keeps per-slot state and rolls it back itself."""
+
+    info: DraftInfo
+
+    def start(self, rows: int, capacity: int) -> None:
+        """Prepare for `rows` slots of at most `capacity` tokens; called once by the engine."""
+        ...
+
+    def open(self, row: DraftRow) -> None:
+        """A request took `row.slot`; its tokens are the whole prompt (the last is the root)."""
+        ...
+
+    def prefill(self, row: DraftRow, start: int, hidden: Tensor | None) -> None:
+        """The target cached prompt tokens [start, start + T); hidden: [T, len(taps) * H] or None."""
+        ...
+
+    def propose(self, rows: Sequence[DraftRow]) -> Proposal:
+        """Draft at most `row.budget` deep for every row. Nothing for a row is always allowed."""
+        ...
+
+    def update(self, rows: Sequence[DraftRow], feedback: Feedback) -> None:
+        """The round is over and `row.tokens` holds what was committed: roll back, take features."""
+        ...
+
+    def close(self, slot: int) -> None:
+        """The slot's request is gone."""
+        ...

@@ -1,0 +1,302 @@
+"""Sampling parameters, and the one way from logits to probabilities to tokens.
+
+The order is Hugging Face's: bias, penalties, min_tokens, temperature, top-k, top-p, min-p.
+The target's logits always pass through it, in plain decoding and at every drafted position
+alike, so that no parameter can hold in one and not in the other.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+GREEDY_BELOW = 1e-4
+"""Temperatures below this are argmax: dividing by them would overflow float32."""
+MAX_SEED = 2**63 - 1
+TOP_P_SHORTLIST = 512
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request samples and when it stops.
+
+    max_tokens:          most tokens to generate, at least 1
+    temperature:         0 is greedy; so is anything below 1e-4
+    top_k:               keep the k likeliest tokens; 0 keeps all
+    top_p:               keep the smallest set of likeliest tokens of at least this mass, in (0, 1]
+    min_p:               keep tokens of at least min_p times the likeliest one's probability
+    repetition_penalty:  of Hugging Face: divides positive, multiplies negative logits of every
+                         token seen in prompt or output (> 0; 1 is off)
+    presence_penalty,    of OpenAI: subtracted from the logits of tokens in the output, once
+    frequency_penalty:   or per occurrence
+    logit_bias:          token id -> number added to its logit
+    min_tokens:          no EOS, stop id or stop string before this many output tokens
+    stop:                strings that end the output; they are not part of it
+    stop_token_ids:      ids that end the output, beside the model's EOS ids
+    ignore_eos:          go on after EOS (for measurements)
+    seed:                0 .. 2**63 - 1; None takes one from the operating system
+    logprobs:            None, or how many alternatives to report a token (0: the token only);
+                         log-probabilities of the target before any processing
+    """
+
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name, wrong, rule in self._rules():
+            if wrong:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: it must be {rule}")
+
+    def _rules(self) -> Iterable[tuple[str, bool, str]]:
+        """(field, is it wrong, what it must be); NaN fails every comparison, hence the `not`s."""
+        yield (
+            "max_tokens",
+            not _whole(self.max_tokens) or self.max_tokens < 1,
+            "a whole number >= 1",
+        )
+        yield (
+            "temperature",
+            not (0 <= self.temperature < math.inf),
+            "a number >= 0 (0 is greedy)",
+        )
+        yield "top_k", not _whole(self.top_k) or self.top_k < 0, "a whole number >= 0 (0 is off)"
+        yield "top_p", not (0 < self.top_p <= 1), "in (0, 1] (1 is off)"
+        yield "min_p", not (0 <= self.min_p <= 1), "in [0, 1] (0 is off)"
+        yield (
+            "repetition_penalty",
+            not (0 < self.repetition_penalty < math.inf),
+            "a number > 0 (1 is off)",
+        )
+        yield "presence_penalty", not math.isfinite(self.presence_penalty), "a finite number"
+        yield "frequency_penalty", not math.isfinite(self.frequency_penalty), "a finite number"
+        yield (
+            "logit_bias",
+            any(math.isnan(v) or v == math.inf for v in self.logit_bias.values())
+            or any(not _whole(k) or k < 0 for k in self.logit_bias),
+            "token ids with numbers (-inf forbids a token)",
+        )
+        yield (
+            "min_tokens",
+            not _whole(self.min_tokens) or not 0 <= self.min_tokens <= self.max_tokens,
+            f"between 0 and max_tokens ({self.max_tokens})",
+        )
+        yield "stop", any(not s for s in self.stop), "strings that are not empty"
+        yield "stop_token_ids", any(not _whole(i) or i < 0 for i in self.stop_token_ids), "ids >= 0"
+        yield (
+            "seed",
+            self.seed is not None and (not _whole(self.seed) or not 0 <= self.seed <= MAX_SEED),
+            "between 0 and 2**63 - 1",
+        )
+        yield (
+            "logprobs",
+            self.logprobs is not None and not (_whole(self.logprobs) and 0 <= self.logprobs <= 100),
+            "None or between 0 and 100",
+        )
+
+    @property
+    def greedy(self) -> bool:
+        """True when the temperature counts as 0."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def needs_history(self) -> bool:
+        """True when a token's logits depend on the tokens before it beyond the model itself."""
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.min_tokens > 0
+        )
+
+    @property
+    def shape(self) -> tuple[float, int, float, float]:
+        """What `to_probs` depends on; rows of equal shape are transformed together."""
+        return (0.0 if self.greedy else self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class Random:
+    """One request's random numbers, from a `torch.Generator` of its own.
+
+    `peek` shows the next uniforms without using them up, `take` uses up: a round that walks
+    chosen nodes uses exactly one number per committed token, as plain decoding does, so the
+    same seed gives the same text with and without such a draft.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        if seed is None:
+            seed = int.from_bytes(os.urandom(8), "little") & MAX_SEED
+        self.seed = seed
+        self.generator = torch.Generator().manual_seed(seed)
+        self._ahead: list[float] = []
+
+    def peek(self, count: int) -> list[float]:
+        """The next `count` uniforms of [0, 1), in float64."""
+        missing = count - len(self._ahead)
+        if missing > 0:
+            fresh = torch.rand(missing, dtype=torch.float64, generator=self.generator)
+            self._ahead += fresh.tolist()
+        return self._ahead[:count]
+
+    def take(self, count: int) -> list[float]:
+        """The next `count` uniforms, used up."""
+        taken = self.peek(count)
+        del self._ahead[:count]
+        return taken
+
+
+class History:
+    """What one request's logits depend on besides the model: seen tokens, counts, EOS ids.
+
+    Only committed tokens enter. Drafted positions are served by `adjust` with the drafted path
+    as an argument, so that a rejected token leaves no trace here.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt: Sequence[int],
+        stop_ids: Iterable[int] = (),
+    ) -> None:
+        self.params = params
+        self.num_output = 0
+        self.stop_ids = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64)
+        self.bias: Tensor | None = None
+        if params.logit_bias:
+            self.bias = torch.zeros(vocab_size)
+            ids = torch.tensor(list(params.logit_bias))
+            self.bias[ids] = torch.tensor(list(params.logit_bias.values()))
+        if params.needs_history:
+            self.seen = torch.zeros(vocab_size, dtype=torch.bool)
+            self.seen[torch.tensor(list(prompt), dtype=torch.int64)] = True
+            self.counts = torch.zeros(vocab_size)
+
+    @property
+    def active(self) -> bool:
+        """False when `adjust` would change nothing."""
+        return self.bias is not None or self.params.needs_history
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Tokens joined the output."""
+        self.num_output += len(tokens)
+        if self.params.needs_history and tokens:
+            ids = torch.tensor(list(tokens))
+            self.seen[ids] = True
+            self.counts.index_add_(0, ids, torch.ones(len(tokens)))
+
+    def adjust(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Bias, penalties and min_tokens for logits [T, V] after each drafted path; a new tensor.
+
+        paths: for each of the T positions, the drafted tokens between the root and it.
+        """
+        if not self.active:
+            return logits
+        out = logits if self.bias is None else logits + self.bias
+        if not self.params.needs_history:
+            return out
+        out = self._penalise(out, self.seen, self.counts)
+        for i, path in enumerate(paths):
+            if path:
+                ids, times = torch.tensor(list(path)).unique(return_counts=True)
+                raw = logits[i, ids] if self.bias is None else logits[i, ids] + self.bias[ids]
+                seen = torch.ones(len(ids), dtype=torch.bool)
+                out[i, ids] = self._penalise(raw, seen, self.counts[ids] + times)
+            if self.num_output + len(path) < self.params.min_tokens:
+                out[i, self.stop_ids] = -math.inf
+        return out
+
+    def _penalise(self, logits: Tensor, seen: Tensor, counts: Tensor) -> Tensor:
+        p = self.params
+        r = p.repetition_penalty
+        out = torch.where(seen, torch.where(logits > 0, logits / r, logits * r), logits)
+        return out - p.frequency_penalty * counts - p.presence_penalty * (counts > 0)
+
+
+def to_probs(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Probabilities [..., V] of logits [..., V]: temperature, top-k, top-p, min-p, softmax.
+
+    Greedy parameters give the point mass on the argmax, ties to the lowest id.
+    """
+    if params.greedy:
+        ids = logits.argmax(dim=-1, keepdim=True)
+        return torch.zeros_like(logits).scatter_(-1, ids, 1.0)
+    scaled = logits / params.temperature if params.temperature != 1 else logits
+    if 0 < params.top_k < scaled.shape[-1]:
+        kth = scaled.topk(params.top_k, dim=-1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < kth, -math.inf)
+    probs = scaled.softmax(dim=-1)
+    if params.top_p < 1:
+        probs = _nucleus(probs, params.top_p)
+    if params.min_p > 0:
+        least = params.min_p * probs.amax(dim=-1, keepdim=True)
+        probs = probs.masked_fill(probs < least, 0.0)
+        probs = probs / probs.sum(dim=-1, keepdim=True)
+    return probs
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Keep the smallest set of likeliest tokens whose mass reaches top_p, renormalised.
+
+    Sorting the vocabulary costs more than the rest of sampling together, so a shortlist of the
+    likeliest tokens is tried first; only where its mass falls short is everything sorted.
+    """
+    count = min(TOP_P_SHORTLIST, probs.shape[-1])
+    values, ids = probs.topk(count, dim=-1)  # shape: [..., count], descending
+    if count < probs.shape[-1] and bool((values.sum(dim=-1) < top_p).any()):
+        values, ids = probs.sort(dim=-1, descending=True, stable=True)
+    before = values.cumsum(dim=-1, dtype=torch.float64) - values  # mass of the likelier tokens
+    kept = values.masked_fill(before >= top_p, 0.0)
+    out = torch.zeros_like(probs).scatter_(-1, ids, kept)
+    return out / out.sum(dim=-1, keepdim=True)
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """Token ids [...] drawn from probs [..., V] by inverting the cumulative sum at uniforms [...].
+
+    The cumulative sum is float64 and is scaled by its own total, so a token of probability 0 is
+    never drawn: the first index whose sum exceeds the threshold has added to it.
+    """
+    sums = probs.cumsum(dim=-1, dtype=torch.float64)
+    total = sums[..., -1:]
+    below = torch.nextafter(total, torch.zeros_like(total))
+    threshold = torch.minimum(uniforms.to(sums)[..., None] * total, below)
+    return torch.searchsorted(sums, threshold, right=True).squeeze(-1)
+
+
+def check_logits(logits: Tensor, positions: Tensor) -> None:
+    """Raise FloatingPointError naming the position when target logits [B, T, V] hold NaN or +inf.
+
+    positions: [B, T]. One reduction: the maximum of a row is NaN or +inf iff one of its logits is,
+    and -inf iff every token is forbidden.
+    """
+    peaks = logits.amax(dim=-1)  # shape: [B, T]
+    if not bool(peaks.isfinite().all()):
+        row, column = (~peaks.isfinite()).nonzero()[0].tolist()
+        raise FloatingPointError(
+            f"the target's logits at position {int(positions[row, column])} are not finite "
+            f"(batch row {row}): the weights or the inputs are broken"
+        )

@@ -1,0 +1,364 @@
+"""The fast dense decoder: Llama, SmolLM2, Mistral, Qwen2, Qwen3 in one file.
+
+Fused QKV and gate-up projections, prepacked linears, attention that reads the preallocated cache
+in place (the query heads of one K/V head are stacked as extra query rows, so grouped-query
+attention needs no expanded keys), and nothing per step but the loop over the layers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..cache import CacheRows, KVCache
+from .base import LAST, LoadError, TargetInfo, Tokenizer
+from .linear import Linear
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """The sizes and switches the decoder needs, from a transformers config.json."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    rope_theta: float
+    context_length: int
+    tied: bool
+    window: int | None
+
+    @staticmethod
+    def from_dict(config: Mapping[str, Any]) -> LlamaConfig:
+        """Read config.json; `fits` must have agreed."""
+        heads = config["num_attention_heads"]
+        rope = config.get("rope_parameters") or {}
+        windowed = config["model_type"] == "mistral" or config.get("use_sliding_window", False)
+        return LlamaConfig(
+            model_type=config["model_type"],
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+            context_length=config.get("max_position_embeddings", 2048),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            window=config.get("sliding_window") if windowed else None,
+        )
+
+
+def fits(config: Mapping[str, Any]) -> str | None:
+    """None when this decoder computes the architecture exactly, else the reason it does not."""
+    if config.get("model_type") not in MODEL_TYPES:
+        return f"model type {config.get('model_type')!r} is not one of {', '.join(MODEL_TYPES)}"
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        return f"RoPE type {rope.get('rope_type', rope.get('type'))!r}"
+    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        return "partial rotary embedding"
+    if config.get("hidden_act", "silu") != "silu":
+        return f"activation {config.get('hidden_act')!r}"
+    if config.get("quantization_config"):
+        return "quantised weights"
+    if config.get("attention_bias"):
+        return "biases in every projection"
+    if config.get("mlp_bias"):
+        return "biases in the MLP"
+    kinds = set(config.get("layer_types") or ["full_attention"])
+    if config.get("use_sliding_window") and len(kinds) > 1:
+        return "layers with and without a sliding window"
+    return None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of one decoder layer."""
+
+    input_norm: Tensor  # [H]
+    qkv: Linear  # H -> (heads + 2 kv_heads) * D
+    q_norm: Tensor | None  # [D], Qwen3
+    k_norm: Tensor | None
+    out: Linear  # heads * D -> H
+    mlp_norm: Tensor  # [H]
+    gate_up: Linear  # H -> 2 I
+    down: Linear  # I -> H
+
+
+class LlamaTarget:
+    """Implements `Target`; see there for the shapes."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layers: Sequence[Layer],
+        embedding: Tensor,
+        norm: Tensor,
+        head: Linear,
+        tokenizer: Tokenizer,
+        name: str,
+    ) -> None:
+        self.config, self.layers, self.tokenizer = config, tuple(layers), tokenizer
+        self.embedding, self.norm, self.head = embedding, norm, head
+        self.info = TargetInfo(
+            name=name,
+            architecture=config.model_type,
+            num_layers=len(self.layers),
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            context_length=config.context_length,
+            dtype=norm.dtype,
+            device=norm.device,
+        )
+        steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=norm.device)
+        self.inv_freq = 1.0 / config.rope_theta ** (steps / config.head_dim)  # shape: [D / 2]
+
+    @staticmethod
+    def from_folder(
+        folder: Path,
+        tokenizer: Tokenizer,
+        name: str,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> LlamaTarget:
+        """Load config.json and the safetensors of a folder. A missing or extra tensor is an error."""
+        config = LlamaConfig.from_dict(json.loads((folder / "config.json").read_text()))
+        with torch.inference_mode():
+            reader = _Reader(folder, dtype, torch.device(device))
+            size = (config.vocab_size, config.hidden_size)
+            # the largest tensor first: what packing it takes for a moment is then not the peak
+            if config.tied:
+                reader.discard("lm_head.weight")
+                head = Linear(reader.take("model.embed_tokens.weight", size, keep=True))
+            else:
+                head = Linear(reader.take("lm_head.weight", size))
+            layers = [_read_layer(reader, config, i) for i in range(config.num_layers)]
+            norm = reader.take("model.norm.weight", (config.hidden_size,))
+            # looked up a few rows at a time: left in the mapped file, it costs no memory
+            embedding = reader.take("model.embed_tokens.weight", size, mapped=True)
+            reader.finish()
+        return LlamaTarget(config, layers, embedding, norm, head, tokenizer, name)
+
+    def pruned(self, num_layers: int) -> LlamaTarget:
+        """The first `num_layers` layers with the same final norm and LM head; weights are shared."""
+        if not 1 <= num_layers <= len(self.layers):
+            raise ValueError(f"layers is {num_layers}: must be between 1 and {len(self.layers)}")
+        name = f"{self.info.name}, first {num_layers} layers"
+        layers = self.layers[:num_layers]
+        parts = (self.embedding, self.norm, self.head, self.tokenizer, name)
+        return LlamaTarget(self.config, layers, *parts)
+
+    def new_cache(self, rows: int, capacity: int) -> KVCache:
+        """An empty cache for `rows` sequences of at most `capacity` tokens."""
+        i = self.info
+        return KVCache(i.num_layers, rows, capacity, i.kv_heads, i.head_dim, i.dtype, i.device)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        cache: CacheRows,
+        taps: Sequence[int] = (),
+        need_logits: bool = True,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """See `Target.forward`."""
+        device = self.info.device
+        tokens, positions = tokens.to(device), positions.to(device)
+        hidden = self.embedding[tokens].to(self.info.dtype)  # shape: [B, T, H]
+        rotary = self._rotary(positions)
+        masks = [self._mask(a, b, mask, positions, cache) for a, b in cache.runs()]
+        tapped: dict[int, Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            if i in taps:
+                tapped[i] = hidden
+            hidden = hidden + self._attend(i, layer, hidden, rotary, masks, cache)
+            x = F.rms_norm(hidden, layer.mlp_norm.shape, layer.mlp_norm, self.config.norm_eps)
+            gate, up = layer.gate_up(x).chunk(2, dim=-1)  # shape: [B, T, I] each
+            hidden = hidden + layer.down(F.silu(gate) * up)
+        if not need_logits and LAST not in taps:
+            return None, _join(tapped, taps)
+        hidden = F.rms_norm(hidden, self.norm.shape, self.norm, self.config.norm_eps)
+        tapped[LAST] = hidden
+        logits = self.head(hidden).float() if need_logits else None  # shape: [B, T, V]
+        return logits, _join(tapped, taps)
+
+    def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, T, 1, D] for positions [B, T]."""
+        angles = positions[..., None].float() * self.inv_freq  # shape: [B, T, D / 2]
+        angles = torch.cat([angles, angles], dim=-1)[:, :, None, :]
+        dtype = self.info.dtype
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def _mask(
+        self, a: int, b: int, mask: Tensor | None, positions: Tensor, cache: CacheRows
+    ) -> Tensor | None:
+        """Additive mask [b - a, 1, G * T, span] of a run; None when everything is visible."""
+        window, new, dtype = self.config.window, cache.new_tokens, self.info.dtype
+        one_row = b - a == 1 and new == 1
+        if one_row and (window is None or cache.span(a, b) <= window):
+            return None
+        seen = cache.visible(a, b, mask)  # shape: [b - a, T, span]
+        if window is not None:
+            columns = torch.arange(seen.shape[-1], device=seen.device).expand(b - a, -1).clone()
+            for row, start in enumerate(cache.starts[a:b]):
+                columns[row, start : start + new] = positions[a + row]
+            seen &= positions[a:b, :, None] - columns[:, None, :] < window
+        groups = self.config.num_heads // self.config.kv_heads
+        bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+        bias.masked_fill_(~seen, float("-inf"))
+        return bias[:, None].repeat(1, 1, groups, 1)
+
+    def _attend(
+        self,
+        index: int,
+        layer: Layer,
+        hidden: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        masks: Sequence[Tensor | None],
+        cache: CacheRows,
+    ) -> Tensor:
+        """Norm, attention over the cached prefix and the new tokens, output projection: [B, T, H]."""
+        config = self.config
+        (rows, new, _), dim = hidden.shape, config.head_dim
+        x = F.rms_norm(hidden, layer.input_norm.shape, layer.input_norm, config.norm_eps)
+        qkv = layer.qkv(x).view(rows, new, -1, dim)  # shape: [B, T, heads + 2 kv_heads, D]
+        heads, kv_heads = config.num_heads, config.kv_heads
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = F.rms_norm(q, (dim,), layer.q_norm, config.norm_eps)
+            k = F.rms_norm(k, (dim,), layer.k_norm, config.norm_eps)
+        q, k = _rotate(q, *rotary), _rotate(k, *rotary)
+        cache.write(index, k.transpose(1, 2), v.transpose(1, 2))
+        # shape: [B, Hkv, G * T, D]: query head h = kv * G + g reads K/V head kv
+        q = q.view(rows, new, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
+        q = q.reshape(rows, kv_heads, -1, dim)
+        parts = []
+        for (a, b), mask in zip(cache.runs(), masks, strict=True):
+            keys, values = cache.read(index, a, b)
+            parts.append(F.scaled_dot_product_attention(q[a:b], keys, values, attn_mask=mask))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        out = out.view(rows, kv_heads, heads // kv_heads, new, dim).permute(0, 3, 1, 2, 4)
+        return layer.out(out.reshape(rows, new, -1))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [B, T, heads, D], halves convention (Su et al. 2021; Hugging Face)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _join(tapped: Mapping[int, Tensor], taps: Sequence[int]) -> Tensor | None:
+    return torch.cat([tapped[i] for i in taps], dim=-1) if taps else None
+
+
+class _Reader:
+    """Takes named tensors out of a folder's safetensors, and says which were not there or left.
+
+    Files are opened per tensor: pages of a mapping that stays open count as memory once touched.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.folder, self.dtype, self.device = folder, dtype, device
+        self.files = dict(_tensor_files(folder))
+
+    def take(
+        self, name: str, shape: tuple[int, ...], keep: bool = False, mapped: bool = False
+    ) -> Tensor:
+        """A tensor of the given shape. keep: it will be taken again; mapped: do not copy it."""
+        from safetensors import safe_open
+
+        if name not in self.files:
+            raise LoadError(f"{self.folder}: tensor {name} is missing from the weights")
+        path = self.files[name] if keep else self.files.pop(name)
+        with safe_open(path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        if tensor.shape != shape:
+            raise LoadError(
+                f"{self.folder}: tensor {name} is {tuple(tensor.shape)}, expected {shape}"
+            )
+        return tensor.to(self.device, self.dtype, copy=not mapped)
+
+    def has(self, name: str) -> bool:
+        return name in self.files
+
+    def discard(self, name: str) -> None:
+        self.files.pop(name, None)
+
+    def finish(self) -> None:
+        left = [name for name in self.files if not name.endswith("rotary_emb.inv_freq")]
+        if left:
+            raise LoadError(
+                f"{self.folder}: unexpected tensors in the weights: {', '.join(left[:3])}"
+            )
+
+
+def _tensor_files(folder: Path) -> Iterator[tuple[str, Path]]:
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+                    yield name, path
+        except SafetensorError as error:
+            raise LoadError(
+                f"{path}: not a whole safetensors file ({error}): copy it anew"
+            ) from None
+
+
+def _read_layer(reader: _Reader, config: LlamaConfig, index: int) -> Layer:
+    """One layer's tensors, fused and packed. Biases and q/k norms are read where they exist."""
+    prefix = f"model.layers.{index}."
+    heads, kv = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
+    sizes = {"q": heads, "k": kv, "v": kv}
+
+    def fused(names: Mapping[str, int], where: str) -> Linear:
+        weights, biases = [], []
+        for name, size in names.items():
+            weights.append(
+                reader.take(f"{prefix}{where}.{name}_proj.weight", (size, config.hidden_size))
+            )
+            if reader.has(f"{prefix}{where}.{name}_proj.bias"):
+                biases.append(reader.take(f"{prefix}{where}.{name}_proj.bias", (size,)))
+        if biases and len(biases) != len(weights):
+            raise LoadError(
+                f"{reader.folder}: layer {index} has a bias on some of {', '.join(names)}"
+            )
+        return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
+
+    def norm(name: str, size: int) -> Tensor:
+        return reader.take(f"{prefix}{name}.weight", (size,))
+
+    qk_norm = config.model_type == "qwen3"
+    mid = config.intermediate_size
+    return Layer(
+        input_norm=norm("input_layernorm", config.hidden_size),
+        qkv=fused(sizes, "self_attn"),
+        q_norm=norm("self_attn.q_norm", config.head_dim) if qk_norm else None,
+        k_norm=norm("self_attn.k_norm", config.head_dim) if qk_norm else None,
+        out=Linear(reader.take(f"{prefix}self_attn.o_proj.weight", (config.hidden_size, heads))),
+        mlp_norm=norm("post_attention_layernorm", config.hidden_size),
+        gate_up=fused({"gate": mid, "up": mid}, "mlp"),
+        down=Linear(reader.take(f"{prefix}mlp.down_proj.weight", (config.hidden_size, mid))),
+    )
