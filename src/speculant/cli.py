@@ -225,6 +225,56 @@ def check(
             raise typer.Exit(1)
 
 
+@app.command()
+def demo(
+    target: TargetName = BUNDLED,
+    draft: DraftName = "ngram",
+    draft_model: DraftModel = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens a text.")] = 160,
+    threads: Threads = None,
+) -> None:
+    """Show the same text with speculation and plainly, side by side."""
+    with _errors():
+        loaded = _load(target, draft, draft_model, None, "float32", "cpu", "auto", threads)
+        from .demo import compare, show
+
+        if not show(*loaded, compare(*loaded, max_tokens=max_tokens)):
+            raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    target: TargetName = BUNDLED,
+    drafts: Annotated[str, typer.Option("--drafts", help="Comma-separated.")] = "ngram,lookahead",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens a prompt.")] = 96,
+    runs: Annotated[int, typer.Option("--runs", help="Measured runs, after a warm-up.")] = 3,
+    peers: Annotated[bool, typer.Option(help="Compare with transformers' generate.")] = True,
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure this machine: speed against plain and transformers, t(k), loop time, memory."""
+    with _errors():
+        if runs < 1 or max_tokens < 2:
+            raise ValueError("--runs must be at least 1 and --max-tokens at least 2")
+        from .drafts import DRAFTS
+
+        names = [name.strip() for name in drafts.split(",") if name.strip()]
+        for name in names:
+            if name not in DRAFTS or name == "none":
+                known = ", ".join(n for n in DRAFTS if n != "none")
+                raise ValueError(f"--drafts: unknown draft {name!r}: choose from {known}")
+        import torch
+        from rich.console import Console
+
+        from .bench.measure import measure_core, render
+
+        if threads is not None:
+            torch.set_num_threads(threads)
+        with Console(stderr=True).status("starting") as status:
+            report = measure_core(target, names, max_tokens, runs, peers, status.update)
+        typer.echo(json.dumps(report.as_dict()) if as_json else render(report))
+
+
 def _temperature(
     given: float | None, top_k: int, top_p: float, min_p: float, seed: int | None
 ) -> float:

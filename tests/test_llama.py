@@ -1,0 +1,233 @@
+"""The fast decoder against transformers, on random weights of every architecture it takes.
+
+Independent truth: transformers' own uncached forward of each path, its hidden states, and its
+refusal or acceptance of tensors; for the bundled model, `generate` of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fake import FakeTokenizer
+from speculant.drafts import load_draft
+from speculant.engine import generate_many
+from speculant.sampling import SamplingParams
+from speculant.target.base import LAST, LoadError
+from speculant.target.linear import Linear
+from speculant.target.llama import LlamaConfig, LlamaTarget, fits
+from speculant.tree import ancestor_mask, depths
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True, "head_dim": 8},
+    "llama untied": {"tie_word_embeddings": False, "rms_norm_eps": 1e-5},
+    "llama wide heads": {
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
+    "mistral": {"sliding_window": None, "head_dim": 8},
+    "mistral window": {"sliding_window": 6, "head_dim": 8},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
+}
+LONG, PARENTS = 21, [-1, 0, -1, 2, 2, 0]
+
+
+def saved(folder: Path, variant: str) -> Any:
+    """A random transformers model of a variant, written to a folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(len(variant))
+    config = AutoConfig.for_model(variant.split()[0], **SIZES | VARIANTS[variant])
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.copy_(1 + 0.3 * torch.randn_like(p))
+            else:
+                p.copy_(torch.randn_like(p) * (0.5 if "bias" in name else 0.15))
+    model.save_pretrained(folder)
+    return model
+
+
+def load(folder: Path) -> LlamaTarget:
+    return LlamaTarget.from_folder(folder, FakeTokenizer(), folder.name)
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("model")
+    model = saved(folder, request.param)
+    return model, load(folder)
+
+
+def test_ragged_rows_chunks_and_trees(pair: Any) -> None:
+    """Three rows in slots that are no neighbours, prefilled in chunks, then one tree each."""
+    model, target = pair
+    generator = torch.Generator().manual_seed(1)
+    slots, lengths = [0, 1, 3], [LONG, 5, 12]
+    ids = [torch.randint(0, 97, (n,), generator=generator).tolist() for n in lengths]
+    cache = target.new_cache(4, 64)
+    for slot, tokens in zip(slots, ids, strict=True):
+        for start in range(0, len(tokens), 8):
+            chunk = torch.tensor([tokens[start : start + 8]])
+            where = torch.arange(start, start + chunk.shape[1])[None]
+            rows = cache.rows([slot], chunk.shape[1])
+            logits, _ = target.forward(chunk, where, None, rows, need_logits=False)
+            assert logits is None
+            cache.advance(slot, chunk.shape[1])
+    parents = torch.tensor([PARENTS]).expand(3, -1)
+    new = torch.randint(0, 97, (3, 1 + len(PARENTS)), generator=generator)
+    positions = torch.tensor(lengths)[:, None] + depths(parents)
+    rows = cache.rows(slots, new.shape[1])
+    logits, tapped = target.forward(new, positions, ancestor_mask(parents), rows, (0, 2, LAST))
+    assert tapped is not None
+    for b in range(3):
+        for i in range(new.shape[1]):
+            path, node = [], i
+            while node:
+                path.append(int(new[b, node]))
+                node = PARENTS[node - 1] + 1
+            sequence = [*ids[b], int(new[b, 0]), *path[::-1]]
+            with torch.no_grad():
+                want = model(torch.tensor([sequence]), output_hidden_states=True)
+            torch.testing.assert_close(logits[b, i], want.logits[0, -1], atol=1e-4, rtol=1e-4)
+            states = [want.hidden_states[k][0, -1] for k in (0, 2, -1)]
+            torch.testing.assert_close(tapped[b, i], torch.cat(states), atol=1e-4, rtol=1e-4)
+
+
+def test_kept_branch_continues_as_a_sequence(pair: Any) -> None:
+    """After keeping one branch of a tree the cache is that of the plain sequence."""
+    model, target = pair
+    tokens = [4, 8, 15, 16, 23, 42, 7, 7, 9]
+    cache = target.new_cache(1, 64)
+    head = torch.tensor([tokens])
+    target.forward(head, torch.arange(9)[None], None, cache.rows([0], 9))
+    cache.advance(0, 9)
+    parents = torch.tensor([PARENTS])
+    new = torch.tensor([[1, 2, 3, 4, 5, 6, 7]])
+    rows = cache.rows([0], 7)
+    target.forward(new, 9 + depths(parents), ancestor_mask(parents), rows)
+    cache.keep(0, [0, 3, 5])  # the root, node 2, and its second child, node 4
+    logits, _ = target.forward(torch.tensor([[50]]), torch.tensor([[12]]), None, cache.rows([0], 1))
+    with torch.no_grad():
+        want = model(torch.tensor([[*tokens, 1, 4, 6, 50]])).logits[0, -1]
+    torch.testing.assert_close(logits[0, 0], want, atol=1e-4, rtol=1e-4)
+
+
+def test_pruned_shares_weights(tmp_path: Path) -> None:
+    saved(tmp_path, "llama")
+    target = load(tmp_path)
+    small = target.pruned(2)
+    assert small.info.num_layers == 2
+    assert small.layers[1] is target.layers[1]
+    with pytest.raises(ValueError, match="between 1 and 3"):
+        target.pruned(4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "gpt2"}, "model type"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "RoPE"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "RoPE"),
+        ({"hidden_act": "gelu"}, "activation"),
+        ({"attention_bias": True}, "bias"),
+        ({"mlp_bias": True}, "bias"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        (
+            {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]},
+            "window",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_said(change: Mapping[str, Any], words: str) -> None:
+    config = {"model_type": "llama", "hidden_act": "silu"}
+    assert fits(config) is None
+    reason = fits({**config, **change})
+    assert reason is not None
+    assert words in reason
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "up_proj.weight is missing"),
+        (lambda t: t.update({"model.layers.9.foo.weight": torch.ones(2)}), "unexpected"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(3)}), "expected"),
+        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(48)}), "bias"),
+    ],
+)
+def test_wrong_tensors_are_refused(tmp_path: Path, change: Any, words: str) -> None:
+    saved(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(LoadError, match=words):
+        load(tmp_path)
+
+
+def test_packed_linear_equals_float64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(70, 48, generator=generator)
+    bias = torch.randn(70, generator=generator)
+    linear = Linear(weight, bias)
+    for rows in (1, 2, 7, 16, 65):
+        x = torch.randn(2, rows, 48, generator=generator)
+        want = x.double() @ weight.double().T + bias.double()
+        torch.testing.assert_close(linear(x).double(), want, atol=1e-4, rtol=1e-5)
+
+
+def test_config_without_optional_keys() -> None:
+    config = LlamaConfig.from_dict(
+        {k: v for k, v in SIZES.items() if "key_value" not in k} | {"model_type": "llama"}
+    )
+    assert (config.kv_heads, config.head_dim, config.rope_theta) == (6, 8, 10000.0)
+
+
+@pytest.mark.real
+def test_bundled_model_equals_transformers(bundled: Path) -> None:
+    """Logits within 1e-4 of their scale, and the same 40 greedy tokens from every draft."""
+    from transformers import AutoModelForCausalLM
+
+    from speculant import load_target
+
+    model = AutoModelForCausalLM.from_pretrained(bundled, dtype=torch.float32)
+    target = load_target("smollm2-135m-instruct")
+    assert isinstance(target, LlamaTarget)
+    prompts = ["What is the capital of France?", "List three colours, then repeat the list."]
+    ids = [target.tokenizer.chat([{"role": "user", "content": p}]) for p in prompts]
+    cache = target.new_cache(1, 64)
+    tokens = torch.tensor([ids[0]])
+    rows = cache.rows([0], tokens.shape[1])
+    logits, _ = target.forward(tokens, torch.arange(tokens.shape[1])[None], None, rows)
+    with torch.no_grad():
+        want = model(tokens).logits
+    assert float((logits - want).abs().max()) < 1e-4 * float(want.abs().max())
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    for name in ("ngram", "lookahead", "vanilla"):
+        done = generate_many(target, load_draft(name, target), ids, params)
+        for prompt, out in zip(ids, done, strict=True):
+            plain = model.generate(
+                torch.tensor([prompt]), max_new_tokens=40, min_new_tokens=40, do_sample=False
+            )
+            # transformers forbids EOS before 40 tokens; ours goes on after it
+            before = (
+                out.token_ids[: out.token_ids.index(2)] if 2 in out.token_ids else out.token_ids
+            )
+            assert plain[0, len(prompt) : len(prompt) + len(before)].tolist() == before
