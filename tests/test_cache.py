@@ -231,7 +231,7 @@ def test_refusals() -> None:
     assert cache.rows([0, 1], 1).starts == (3, 0)
     with pytest.raises(ValueError, match=r"holds 4 .*3 \+ 2 do not fit"):
         cache.rows([0, 1], 2)
-    with pytest.raises(ValueError, match="not distinct"):
+    with pytest.raises(ValueError, match="each once"):
         cache.rows([1, 1], 1)
     for count in (-1, 2):
         with pytest.raises(ValueError, match="cannot advance row 0 of length 3"):

@@ -463,3 +463,21 @@ def test_cancel_frees_the_slot(target: FakeTarget) -> None:
             assert piece.request == second
             tokens += piece.token_ids
     assert tokens == target.greedy(PROMPTS[1], 24)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forbidding_every_token_is_an_error(target: FakeTarget, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, logit_bias=dict.fromkeys(range(32), -math.inf))
+    with pytest.raises(FloatingPointError, match="forbid every token"):
+        generate(target, load_draft("ngram", target), PROMPTS[0], params)
+
+
+def test_block_rule_holds_in_a_ragged_batch(target: FakeTarget) -> None:
+    """Companions of other lengths change neither a sampled row's text nor its rule."""
+    draft = load_draft("vanilla", target, model=FakeTarget(seed=3), num_draft_tokens=3)
+    short = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
+    for seed in range(40):
+        mine = SamplingParams(max_tokens=10, seed=seed, ignore_eos=True)
+        alone = generate(target, draft, PROMPTS[0], mine).token_ids
+        beside = generate_many(target, draft, [PROMPTS[0], PROMPTS[1]], [mine, short])
+        assert beside[0].token_ids == alone

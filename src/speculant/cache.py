@@ -51,8 +51,8 @@ class KVCache:
 
         Raises ValueError when they do not fit, or a slot comes twice.
         """
-        if len(set(slots)) != len(slots):
-            raise ValueError(f"cache slots {list(slots)} are not distinct")
+        if not slots or len(set(slots)) != len(slots):
+            raise ValueError(f"cache slots {list(slots)}: there must be some, and each once")
         starts = [self.lengths[slot] for slot in slots]
         if max(starts) + new_tokens > self.capacity:
             raise ValueError(
@@ -72,6 +72,8 @@ class KVCache:
         offsets: strictly increasing, from 0 (the root) on; they become contiguous. For a
         chain they already are, and only the length changes.
         """
+        if any(b <= a for a, b in pairwise(offsets)):
+            raise ValueError(f"offsets {list(offsets)} to keep do not increase")
         start, count = self.lengths[slot], len(offsets)
         first = next((i for i, offset in enumerate(offsets) if offset != i), count)
         if first < count:  # shape: moved [2, L, Hkv, m, D]

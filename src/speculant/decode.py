@@ -86,7 +86,6 @@ class Decoder:
         drafted = time.perf_counter()
         logits, hidden, offsets = self._forward(rows, proposal)
         forwarded = time.perf_counter()
-        proposal = proposal.to(logits.device)
         nodes = 1 + proposal.width
         verdict = self._verify(rows, proposal, logits[:, :nodes], offsets[:, :nodes])
         steps = self._commit(rows, proposal, verdict, logits, offsets[:, :nodes].tolist())
@@ -109,6 +108,7 @@ class Decoder:
             raise ValueError(
                 f"{self.draft.info.name} proposed {len(proposal.tokens)} rows of {len(rows)}"
             )
+        proposal = proposal.to(self.target.info.device)
         tokens = proposal.tokens.masked_fill(~proposal.real, 0)
         vocab = self.target.info.vocab_size
         if bool(((tokens < 0) | (tokens >= vocab)).any()):
@@ -125,9 +125,10 @@ class Decoder:
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The target over root, nodes and window: logits [B, T, V], taps, offsets [B, T]."""
         drafted, offsets, mask = forward_layout(proposal)
-        roots = torch.tensor([[row.tokens[-1]] for row in rows])  # shape: [B, 1]
+        device = drafted.device
+        roots = torch.tensor([[row.tokens[-1]] for row in rows], device=device)  # shape: [B, 1]
         tokens = torch.cat([roots, drafted], dim=1)  # shape: [B, T]
-        last = torch.tensor([[len(row.tokens) - 1] for row in rows])
+        last = torch.tensor([[len(row.tokens) - 1] for row in rows], device=device)
         positions = (last + offsets).clamp(max=self.target.info.context_length - 1)
         cache = self.cache.rows([row.slot for row in rows], tokens.shape[1])
         taps = self.draft.info.taps
@@ -161,7 +162,10 @@ class Decoder:
         for row, (parents, tokens), mine in zip(rows, trees, logits, strict=True):
             paths = node_paths(parents, tokens) if row.history.active else []
             out.append(row.history.adjust(mine, paths))
-        return torch.stack(out)
+        adjusted = torch.stack(out)
+        if not bool((adjusted.amax(dim=-1) > -torch.inf).all()):
+            raise FloatingPointError("logit_bias and min_tokens forbid every token of a position")
+        return adjusted
 
     def _commit(
         self,

@@ -96,6 +96,11 @@ class Counters:
         """Emitted tokens per second of decoding (prefill not counted)."""
         return 1e3 * self.num_emitted_tokens / self.decode_ms if self.decode_ms else 0.0
 
+    @property
+    def loop_share(self) -> float:
+        """Share of decode time that is neither the target's forward nor the draft."""
+        return 1 - (self.forward_ms + self.draft_ms) / self.decode_ms if self.decode_ms else 0.0
+
     def as_dict(self) -> dict[str, Any]:
         """Counters and rates for JSON."""
         rates = (
@@ -105,8 +110,11 @@ class Counters:
             "conditional_acceptance_per_position",
             "tokens_per_forward",
             "tokens_per_s",
+            "loop_share",
         )
-        raw = {k: round(v, 3) if isinstance(v, float) else v for k, v in vars(self).items()}
+        raw: dict[str, Any] = {
+            k: list(v) if isinstance(v, list) else round(v, 3) for k, v in vars(self).items()
+        }
         return raw | {name: getattr(self, name) for name in rates}
 
 

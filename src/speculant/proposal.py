@@ -96,10 +96,17 @@ class Proposal:
         return self.tokens.shape[1]
 
     def to(self, device: torch.device) -> Proposal:
-        """The same proposal with tokens, parents, lengths and probabilities on a device."""
+        """The same proposal with every tensor on a device."""
+        if self.tokens.device == device:
+            return self
         probs = None if self.draft_probs is None else self.draft_probs.to(device)
+        window = self.window and Window(
+            self.window.tokens.to(device),
+            self.window.offsets.to(device),
+            self.window.mask.to(device),
+        )
         parts = (self.tokens.to(device), self.parents.to(device), probs)
-        return Proposal(*parts, self.num_nodes.to(device), self.window)
+        return Proposal(*parts, self.num_nodes.to(device), window)
 
     @staticmethod
     def chains(rows: Sequence[Sequence[int]], window: Window | None = None) -> Proposal:
@@ -113,7 +120,8 @@ class Proposal:
         """A ragged batch of chosen trees: one (tokens, parents) pair a row."""
         n = max((len(tokens) for tokens, _ in rows), default=0)
         ids = torch.zeros(len(rows), n, dtype=torch.int64)
-        parents = torch.full((len(rows), n), ROOT, dtype=torch.int64)
+        # padding goes on like a chain, so that ragged chains stay chains (`tree.is_chain`)
+        parents = torch.arange(-1, n - 1).repeat(len(rows), 1)
         for b, (tokens, above) in enumerate(rows):
             if len(tokens):
                 ids[b, : len(tokens)] = torch.tensor(list(tokens))

@@ -76,19 +76,19 @@ class SamplingParams:
         )
         yield (
             "temperature",
-            not (0 <= self.temperature < math.inf),
+            not (_number(self.temperature) and self.temperature >= 0),
             "a number >= 0 (0 is greedy)",
         )
         yield "top_k", not _whole(self.top_k) or self.top_k < 0, "a whole number >= 0 (0 is off)"
-        yield "top_p", not (0 < self.top_p <= 1), "in (0, 1] (1 is off)"
-        yield "min_p", not (0 <= self.min_p <= 1), "in [0, 1] (0 is off)"
+        yield "top_p", not (_number(self.top_p) and 0 < self.top_p <= 1), "in (0, 1] (1 is off)"
+        yield "min_p", not (_number(self.min_p) and 0 <= self.min_p <= 1), "in [0, 1] (0 is off)"
         yield (
             "repetition_penalty",
-            not (0 < self.repetition_penalty < math.inf),
+            not (_number(self.repetition_penalty) and self.repetition_penalty > 0),
             "a number > 0 (1 is off)",
         )
-        yield "presence_penalty", not math.isfinite(self.presence_penalty), "a finite number"
-        yield "frequency_penalty", not math.isfinite(self.frequency_penalty), "a finite number"
+        yield "presence_penalty", not _number(self.presence_penalty), "a finite number"
+        yield "frequency_penalty", not _number(self.frequency_penalty), "a finite number"
         yield (
             "logit_bias",
             any(math.isnan(v) or v == math.inf for v in self.logit_bias.values())
@@ -100,7 +100,11 @@ class SamplingParams:
             not _whole(self.min_tokens) or not 0 <= self.min_tokens <= self.max_tokens,
             f"between 0 and max_tokens ({self.max_tokens})",
         )
-        yield "stop", any(not s for s in self.stop), "strings that are not empty"
+        yield (
+            "stop",
+            any(not (isinstance(s, str) and s) for s in self.stop),
+            "strings that are not empty",
+        )
         yield "stop_token_ids", any(not _whole(i) or i < 0 for i in self.stop_token_ids), "ids >= 0"
         yield (
             "seed",
@@ -136,6 +140,10 @@ class SamplingParams:
 
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class Random:
@@ -264,14 +272,21 @@ def _nucleus(probs: Tensor, top_p: float) -> Tensor:
     Sorting the vocabulary costs more than the rest of sampling together, so a shortlist of the
     likeliest tokens is tried first; only where its mass falls short is everything sorted.
     """
-    count = min(TOP_P_SHORTLIST, probs.shape[-1])
-    values, ids = probs.topk(count, dim=-1)  # shape: [..., count], descending
-    if count < probs.shape[-1] and bool((values.sum(dim=-1) < top_p).any()):
-        values, ids = probs.sort(dim=-1, descending=True, stable=True)
+    rows = probs.reshape(-1, probs.shape[-1])  # shape: [R, V]
+    count = min(TOP_P_SHORTLIST, rows.shape[-1])
+    values, ids = rows.topk(count, dim=-1)  # shape: [R, count], descending
+    out = torch.zeros_like(rows).scatter_(-1, ids, _head(values, top_p))
+    short = (values.sum(dim=-1) < top_p).nonzero().squeeze(1)
+    if count < rows.shape[-1] and len(short):  # those rows alone: no row may sway another's ties
+        values, ids = rows[short].sort(dim=-1, descending=True, stable=True)
+        out[short] = torch.zeros_like(values).scatter_(-1, ids, _head(values, top_p))
+    return (out / out.sum(dim=-1, keepdim=True)).reshape(probs.shape)
+
+
+def _head(values: Tensor, top_p: float) -> Tensor:
+    """Descending values [R, k] with those zeroed that come after a mass of top_p."""
     before = values.cumsum(dim=-1, dtype=torch.float64) - values  # mass of the likelier tokens
-    kept = values.masked_fill(before >= top_p, 0.0)
-    out = torch.zeros_like(probs).scatter_(-1, ids, kept)
-    return out / out.sum(dim=-1, keepdim=True)
+    return values.masked_fill(before >= top_p, 0.0)
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
@@ -282,6 +297,8 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     """
     sums = probs.cumsum(dim=-1, dtype=torch.float64)
     total = sums[..., -1:]
+    if not bool((total > 0).all()):
+        raise FloatingPointError("nothing to draw from: every token is forbidden or NaN")
     below = torch.nextafter(total, torch.zeros_like(total))
     threshold = torch.minimum(uniforms.to(sums)[..., None] * total, below)
     return torch.searchsorted(sums, threshold, right=True).squeeze(-1)

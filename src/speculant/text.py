@@ -45,6 +45,8 @@ class TextStream:
 
     def push(self, tokens: Sequence[int]) -> int:
         """Take committed tokens until the request ends; how many of them stand."""
+        if self.finish_reason:
+            return 0
         for count, token in enumerate(tokens, 1):
             self.ids.append(token)
             if token in self._stop_ids:
@@ -77,22 +79,22 @@ class TextStream:
             return False
         before = self._decode(ids[self._from : self._read])
         after = self._decode(ids[self._from :])
-        if not final and (len(after) <= len(before) or after.endswith(INCOMPLETE)):
-            return False
-        self._from, self._read = self._read, len(ids)
-        old = len(self.text)
-        self.text += after[len(before) :]
-        return len(self.ids) >= self._min_tokens and self._cut(old)
+        new = after[len(before) :]
+        whole = new if final else new.rstrip(INCOMPLETE)  # a stop may come before a half character
+        if len(self.ids) >= self._min_tokens and self._cut(self.text + whole):
+            return True
+        if whole and len(whole) == len(new):
+            self._from, self._read = self._read, len(ids)
+            self.text += new
+        return False
 
-    def _cut(self, old: int) -> bool:
-        """Cut the text at the earliest stop string that ends behind character `old`."""
-        found = []
-        for stop in self._stops:
-            at = self.text.find(stop, max(0, old - len(stop) + 1))
-            if at >= 0:
-                found.append(at)
+    def _cut(self, text: str) -> bool:
+        """Cut text at the earliest stop string that ends behind `self.text`; True if there is."""
+        old = len(self.text)
+        places = (text.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops)
+        found = [at for at in places if at >= 0]
         if found:
-            self.text = self.text[: min(found)]
+            self.text = text[: min(found)]
         return bool(found)
 
     def _overlap(self, stop: str) -> int:

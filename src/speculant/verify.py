@@ -33,8 +33,6 @@ def verify_chosen(proposal: Proposal, target_tokens: Tensor) -> Verdict:
         children = (above == node) & proposal.real
         match = children & (tokens == wanted)
         found = match.any(dim=1)
-        if steps:  # a row that stopped stays stopped: its node no longer moves
-            found &= steps[-1] >= 0
         if n == 0 or not bool(found.any()):
             break
         step = match.to(torch.int8).argmax(dim=1)

@@ -70,11 +70,6 @@ def forward_times(target: Target, repeats: int = 15) -> dict[int, float]:
     return {k: statistics.median(t[2:]) for k, t in times.items()}
 
 
-def loop_share(counters: Counters) -> float:
-    """Share of decode time that is neither the target's forward nor the draft."""
-    return 1 - (counters.forward_ms + counters.draft_ms) / counters.decode_ms
-
-
 def measure_speeds(
     contenders: dict[str, Callable[[str], tuple[int, float, Counters | None]]],
     runs: int,
@@ -85,7 +80,7 @@ def measure_speeds(
     per_task: dict[str, dict[str, list[float]]] = {n: {t: [] for t in PROMPTS} for n in contenders}
     counted = {name: Counters() for name in contenders}
     for run in range(runs + 1):  # run 0 warms up
-        totals = {name: [0, 0.0] for name in contenders}
+        totals: dict[str, list[float]] = {name: [0.0, 0.0] for name in contenders}
         for task, prompt in PROMPTS.items():
             for name, contender in contenders.items():
                 progress(f"run {run}/{runs}  {task}  {name}")
@@ -96,15 +91,15 @@ def measure_speeds(
                     per_task[name][task].append(1e3 * tokens / ms)
                 if run and counters is not None:
                     counted[name].merge(counters)
-        for name, (tokens, ms) in totals.items() if run else ():
-            rates[name].append(1e3 * tokens / ms)
+        for name, (emitted, spent) in totals.items() if run else ():
+            rates[name].append(1e3 * emitted / spent)
     out = []
     for name, seen in rates.items():
         middle = statistics.median(seen)
         tasks = {task: statistics.median(v) for task, v in per_task[name].items()}
         spread = (max(seen) - min(seen)) / middle
-        counters = counted[name].as_dict() if counted[name].target_forwards else {}
-        out.append(Speed(name, middle, spread, tasks, counters))
+        counts = counted[name].as_dict() if counted[name].target_forwards else {}
+        out.append(Speed(name, middle, spread, tasks, counts))
     return out
 
 
@@ -204,11 +199,7 @@ def measure_core(
     times = forward_times(target)
     speeds = measure_speeds(contenders, runs, progress)
     progress("memory")
-    shares = {
-        s.name: 1 - (s.counters["forward_ms"] + s.counters["draft_ms"]) / s.counters["decode_ms"]
-        for s in speeds
-        if s.counters
-    }
+    shares = {s.name: s.counters["loop_share"] for s in speeds if s.counters}
     settings = {
         "target": target_name,
         "dtype": str(target.info.dtype).removeprefix("torch."),
