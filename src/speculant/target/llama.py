@@ -8,7 +8,7 @@ attention needs no expanded keys), and nothing per step but the loop over the la
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from ..cache import CacheRows, KVCache
 from .base import LAST, LoadError, TargetInfo, Tokenizer
-from .linear import Linear
+from .linear import Embedding, Linear
+from .weights import Reader
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -109,7 +110,7 @@ class LlamaTarget:
         self,
         config: LlamaConfig,
         layers: Sequence[Layer],
-        embedding: Tensor,
+        embedding: Embedding,
         norm: Tensor,
         head: Linear,
         tokenizer: Tokenizer,
@@ -143,7 +144,7 @@ class LlamaTarget:
         """Load config.json and the safetensors of a folder. A missing or extra tensor is an error."""
         config = LlamaConfig.from_dict(json.loads((folder / "config.json").read_text()))
         with torch.inference_mode():
-            reader = _Reader(folder, dtype, torch.device(device))
+            reader = Reader(folder, dtype, torch.device(device))
             size = (config.vocab_size, config.hidden_size)
             # the largest tensor first: what packing it takes for a moment is then not the peak
             if config.tied:
@@ -152,9 +153,8 @@ class LlamaTarget:
             else:
                 head = Linear(reader.take("lm_head.weight", size))
             layers = [_read_layer(reader, config, i) for i in range(config.num_layers)]
-            norm = reader.take("model.norm.weight", (config.hidden_size,))
-            # looked up a few rows at a time: left in the mapped file, it costs no memory
-            embedding = reader.take("model.embed_tokens.weight", size, mapped=True)
+            norm = reader.take("model.norm.weight", (config.hidden_size,), copy=True)
+            embedding = reader.rows("model.embed_tokens.weight", size)
             reader.finish()
         return LlamaTarget(config, layers, embedding, norm, head, tokenizer, name)
 
@@ -185,7 +185,7 @@ class LlamaTarget:
         """See `Target.forward`."""
         device = self.info.device
         tokens, positions = tokens.to(device), positions.to(device)
-        hidden = self.embedding[tokens].to(self.info.dtype)  # shape: [B, T, H]
+        hidden = self.embedding(tokens)  # shape: [B, T, H]
         rotary = self._rotary(positions)
         masks = [self._mask(a, b, mask, positions, cache) for a, b in cache.runs()]
         tapped: dict[int, Tensor] = {}
@@ -272,62 +272,7 @@ def _join(tapped: Mapping[int, Tensor], taps: Sequence[int]) -> Tensor | None:
     return torch.cat([tapped[i] for i in taps], dim=-1) if taps else None
 
 
-class _Reader:
-    """Takes named tensors out of a folder's safetensors, and says which were not there or left.
-
-    Files are opened per tensor: pages of a mapping that stays open count as memory once touched.
-    """
-
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self.folder, self.dtype, self.device = folder, dtype, device
-        self.files = dict(_tensor_files(folder))
-
-    def take(
-        self, name: str, shape: tuple[int, ...], keep: bool = False, mapped: bool = False
-    ) -> Tensor:
-        """A tensor of the given shape. keep: it will be taken again; mapped: do not copy it."""
-        from safetensors import safe_open
-
-        if name not in self.files:
-            raise LoadError(f"{self.folder}: tensor {name} is missing from the weights")
-        path = self.files[name] if keep else self.files.pop(name)
-        with safe_open(path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        if tensor.shape != shape:
-            raise LoadError(
-                f"{self.folder}: tensor {name} is {tuple(tensor.shape)}, expected {shape}"
-            )
-        return tensor.to(self.device, self.dtype, copy=not mapped)
-
-    def has(self, name: str) -> bool:
-        return name in self.files
-
-    def discard(self, name: str) -> None:
-        self.files.pop(name, None)
-
-    def finish(self) -> None:
-        left = [name for name in self.files if not name.endswith("rotary_emb.inv_freq")]
-        if left:
-            raise LoadError(
-                f"{self.folder}: unexpected tensors in the weights: {', '.join(left[:3])}"
-            )
-
-
-def _tensor_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    from safetensors import SafetensorError, safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                    yield name, path
-        except SafetensorError as error:
-            raise LoadError(
-                f"{path}: not a whole safetensors file ({error}): copy it anew"
-            ) from None
-
-
-def _read_layer(reader: _Reader, config: LlamaConfig, index: int) -> Layer:
+def _read_layer(reader: Reader, config: LlamaConfig, index: int) -> Layer:
     """One layer's tensors, fused and packed. Biases and q/k norms are read where they exist."""
     prefix = f"model.layers.{index}."
     heads, kv = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
@@ -348,7 +293,7 @@ def _read_layer(reader: _Reader, config: LlamaConfig, index: int) -> Layer:
         return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
 
     def norm(name: str, size: int) -> Tensor:
-        return reader.take(f"{prefix}{name}.weight", (size,))
+        return reader.take(f"{prefix}{name}.weight", (size,), copy=True)
 
     qk_norm = config.model_type == "qwen3"
     mid = config.intermediate_size
