@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": ANY,
 }  # fmt: skip
 USES_TRANSFORMERS = {"target", "heads", "train", "bench"}
-ENTRY_POINTS = {"cli", "__init__", "check", "chat", "demo", "bench", "serve"}
+ENTRY_POINTS = {"cli", "__init__", "check", "chat", "demo", "serve"}
 
 
 def modules() -> list[Path]:

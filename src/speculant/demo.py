@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .bench.prompts import PROMPTS as BENCH
 from .drafts import load_draft
 from .drafts.base import Draft
 from .engine import Completion, generate
@@ -12,11 +13,12 @@ from .target.base import Target
 
 PROMPTS = (
     (
-        "rewriting",
-        "Rewrite this function with type hints and a docstring, changing nothing else:\n\n"
-        "def average(numbers):\n    total = 0\n    for number in numbers:\n"
-        "        total = total + number\n    return total / len(numbers)\n",
+        "quoting",
+        "Repeat this poem, then say what it is about:\n\nThe tide comes in, the tide goes out,\n"
+        "the gulls above it wheel and shout,\nand I, who came to count the waves,\n"
+        "have lost the count, and found the caves.",
     ),
+    ("summarising", BENCH["summarisation"]),
     ("explaining", "Explain in a few sentences why the sky is blue and why sunsets are red."),
 )
 

@@ -5,10 +5,8 @@ PROMPTS: dict[str, str] = {
     "reasoning": "Anna is taller than Ben, and Ben is taller than Cleo. Who is the shortest? Explain.",
     "maths": "A shop sells pens at 3 for 2 euros. How much do 12 pens cost? Show the steps.",
     "coding": (
-        "Add type hints to this function and repeat it in full:\n\n"
-        "def merge(a, b):\n    result = []\n    while a and b:\n"
-        "        if a[0] < b[0]:\n            result.append(a.pop(0))\n        else:\n"
-        "            result.append(b.pop(0))\n    return result + a + b\n"
+        "Write a Python function celsius(f) that converts degrees Fahrenheit to Celsius, with a "
+        "docstring, and a second one fahrenheit(c) that does the reverse."
     ),
     "extraction": (
         "List every city in this text, one a line: From Lisbon we took the train to Madrid, "

@@ -1,0 +1,45 @@
+"""Write every command's --help into its page under docs/, between the markers."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parents[1] / "docs"
+COMMANDS = ("generate", "chat", "check", "demo", "bench")
+BLOCK = re.compile(r"(<!-- help: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def help_text(command: str) -> str:
+    """What `speculant COMMAND --help` prints, 100 columns wide, without colour."""
+    os.environ.update(COLUMNS="100", TERMINAL_WIDTH="100", NO_COLOR="1")
+    from typer.testing import CliRunner
+
+    from speculant.cli import app
+
+    out = CliRunner().invoke(app, [command, "--help"], prog_name="speculant", terminal_width=100)
+    return "\n".join(line.rstrip() for line in out.output.strip().splitlines())
+
+
+def updated(text: str) -> str:
+    """A page with its help blocks made anew."""
+    return BLOCK.sub(lambda m: f"{m[1]}\n```\n{help_text(m[2])}\n```\n\n{m[3]}", text)
+
+
+def main() -> int:
+    """Rewrite the pages; 1 when one changed, so that a test or a hook can tell."""
+    changed = 0
+    for command in COMMANDS:
+        page = DOCS / f"{command}.md"
+        before = page.read_text()
+        after = updated(before)
+        if after != before:
+            page.write_text(after)
+            changed = 1
+    return changed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
