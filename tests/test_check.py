@@ -107,3 +107,14 @@ def test_a_broken_mask_fails(target: FakeTarget, monkeypatch: pytest.MonkeyPatch
 def test_too_few_samples_are_refused(target: FakeTarget) -> None:
     with pytest.raises(ValueError, match="at least 1000"):
         run_checks(target, load_draft("none", target), samples=10)
+
+
+def test_coarse_dtypes_do_not_excuse_a_broken_roll_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 tolerances are wider, and still far from what a wrong gather does."""
+    target = FakeTarget(seed=1, sharpness=2.5, dtype=torch.bfloat16)
+    draft = load_draft("lookahead", target)
+    report = run_checks(target, draft, samples=1000)
+    assert {"roll-back", "tree forward"}.isdisjoint(failed(report)), report.render()
+    real = KVCache.keep
+    monkeypatch.setattr(KVCache, "keep", lambda self, slot, o: real(self, slot, range(len(o))))
+    assert "roll-back" in failed(run_checks(target, draft, samples=1000))

@@ -19,8 +19,9 @@ from fake import Broken, FakeTarget, FakeTokenizer
 from scripted import Guess, Sampled, Scripted
 from speculant.drafts import load_draft
 from speculant.drafts.base import Draft
-from speculant.engine import Completion, Engine, RequestError, generate, generate_many, stream
+from speculant.engine import Engine, generate, generate_many, stream
 from speculant.proposal import Proposal
+from speculant.request import Completion, RequestError
 from speculant.sampling import SamplingParams, to_probs
 
 PROMPTS = [[5, 9, 3], [7], [1, 2, 3, 4, 5, 6, 1, 2, 3], [31, 30, 29, 31, 30], [11, 4, 11, 4, 11]]
@@ -466,10 +467,139 @@ def test_cancel_frees_the_slot(target: FakeTarget) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_forbidding_every_token_is_an_error(target: FakeTarget, temperature: float) -> None:
+def test_forbidding_every_token_is_refused(target: FakeTarget, temperature: float) -> None:
     params = SamplingParams(temperature=temperature, logit_bias=dict.fromkeys(range(32), -math.inf))
-    with pytest.raises(FloatingPointError, match="forbid every token"):
+    with pytest.raises(RequestError, match="forbid every token"):
         generate(target, load_draft("ngram", target), PROMPTS[0], params)
+    most = dict.fromkeys(range(1, 32), -math.inf)  # only EOS is left, and min_tokens forbids it
+    params = SamplingParams(temperature=temperature, logit_bias=most, min_tokens=2)
+    with pytest.raises(RequestError, match="forbid every token"):
+        generate(target, load_draft("ngram", target), PROMPTS[0], params)
+
+
+def test_nan_in_one_row_leaves_the_others_alone() -> None:
+    """The broken request ends with an error; its neighbour, and who takes its slot, do not notice."""
+    target = Broken(seed=1)
+    target.position = 30
+    engine = Engine(target, load_draft("ngram", target), max_rows=2, capacity=64)
+    long = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    bad, good = engine.submit(list(range(1, 28)), long), engine.submit(PROMPTS[0], GREEDY)
+    later = -1
+    tokens: dict[int, list[int]] = {}
+    errors = {}
+    while engine.busy:
+        for piece in engine.step():
+            tokens.setdefault(piece.request, []).extend(piece.token_ids)
+            if piece.error:
+                errors[piece.request] = piece.error
+                later = engine.submit(PROMPTS[3], GREEDY)
+    assert list(errors) == [bad]
+    assert "position 30" in errors[bad]
+    assert tokens[good] == target.greedy(PROMPTS[0], 24)
+    assert tokens[later] == target.greedy(PROMPTS[3], 24)
+
+
+def test_two_streams_share_a_draft_object(target: FakeTarget) -> None:
+    for name in ("ngram", "lookahead", "vanilla"):
+        draft = drafts(target)[name]
+        mine = stream(target, draft, PROMPTS[0], GREEDY)
+        other = stream(target, draft, PROMPTS[3], GREEDY)
+        got: tuple[list[int], list[int]] = ([], [])
+        while True:
+            pieces = next(mine, None), next(other, None)
+            for tokens, piece in zip(got, pieces, strict=True):
+                tokens += piece.token_ids if piece else []
+            if pieces == (None, None):
+                break
+        assert got == (target.greedy(PROMPTS[0], 24), target.greedy(PROMPTS[3], 24))
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_nan_behind_a_sampled_token_does_not_bias(rule: str) -> None:
+    """Draft probabilities break exactly behind token 3: dropping that token would starve it."""
+    target = FakeTarget(seed=2, vocab_size=12, sharpness=1.0)
+    flat = torch.full((12,), 1 / 12)
+
+    class Fragile(Sampled):
+        def propose(self, rows: Sequence[Any]) -> Proposal:
+            honest = super().propose(rows)
+            assert honest.draft_probs is not None
+            if honest.width > 1:
+                honest.draft_probs[honest.tokens[:, 0] == 3, 1] = math.nan
+            return honest
+
+    params = SamplingParams(max_tokens=2, ignore_eos=True)
+    many = [_seeded(params, i) for i in range(4000)]
+    draft = Fragile(lambda tokens: flat, 2)
+    done = generate_many(target, draft, [[3, 5, 3]] * 4000, many, max_rows=250, rule=rule)
+    want = exact(target, [3, 5, 3], params, 2)
+    assert chi_square_p(Counter(tuple(o.token_ids) for o in done), want) > 1e-4
+
+
+def test_top_k_50_with_tails_of_probability_zero() -> None:
+    """Vocabulary 128, top-k 50: what is emitted has probability above 0, in distribution."""
+    target = FakeTarget(seed=6, vocab_size=128, sharpness=1.0)
+    other = FakeTarget(seed=7, vocab_size=128, sharpness=1.0)
+    draft = load_draft("vanilla", target, model=other, num_draft_tokens=3)
+    params = SamplingParams(max_tokens=2, top_k=50, ignore_eos=True)
+    many = [_seeded(params, i) for i in range(3000)]
+    done = generate_many(target, draft, [[3, 5, 90]] * 3000, many, max_rows=250)
+    want = exact(target, [3, 5, 90], params, 2)
+    first: dict[tuple[int, ...], float] = {}
+    for path, chance in want.items():
+        first[path[:1]] = first.get(path[:1], 0.0) + chance
+    assert len(first) == 50
+    assert all(tuple(o.token_ids) in want for o in done)
+    assert chi_square_p(Counter(tuple(o.token_ids[:1]) for o in done), first) > 1e-4
+
+
+def test_seeded_rows_beside_unseeded_ones(target: FakeTarget) -> None:
+    draft = drafts(target)["vanilla"]
+    seeded = SamplingParams(max_tokens=15, seed=3, ignore_eos=True)
+    free = SamplingParams(max_tokens=15, ignore_eos=True)
+    alone = generate(target, draft, PROMPTS[0], seeded).token_ids
+    runs = [generate_many(target, draft, PROMPTS[:3], [seeded, free, free]) for _ in range(2)]
+    assert [r[0].token_ids for r in runs] == [alone, alone]
+    assert runs[0][1].token_ids != runs[1][1].token_ids
+
+
+def test_rows_accept_none_some_and_all_in_one_round(target: FakeTarget) -> None:
+    truth = {p[0]: target.greedy(p, 40) for p in PROMPTS[:3]}
+    right = {PROMPTS[0][0]: 0, PROMPTS[1][0]: 2, PROMPTS[2][0]: 4}
+
+    def guess(tokens: Sequence[int], budget: int) -> list[int]:
+        prompt = next(p for p in PROMPTS if p[0] == tokens[0])
+        chain = truth[tokens[0]][len(tokens) - len(prompt) :][: min(budget, 4)]
+        good = right[tokens[0]]
+        return chain[:good] + [(t + 1) % 32 for t in chain[good:]]
+
+    done = generate_many(target, Scripted(guess), PROMPTS[:3], GREEDY, max_rows=3)
+    for prompt, out, good in zip(PROMPTS, done, (0, 2, 4), strict=False):
+        assert out.token_ids == target.greedy(prompt, 24)
+        assert out.metrics.accepted_length_histogram[good] == max(
+            out.metrics.accepted_length_histogram
+        )
+
+
+def test_a_sampled_chain_beside_a_sampled_tree_keeps_its_rule(target: FakeTarget) -> None:
+    """Which rule judges a row is decided by its own proposal, not by its neighbours'."""
+    from speculant.decode import Decoder
+
+    decoder = Decoder(target, load_draft("none", target), target.new_cache(1, 8), "block")
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        probs = torch.rand(2, 4, 6, dtype=torch.float64, generator=generator).softmax(-1)
+        draft = torch.rand(2, 3, 6, dtype=torch.float64, generator=generator).mul(3).softmax(-1)
+        draft[1, 1] = draft[1, 0]  # siblings come from one distribution
+        tokens = torch.tensor([[1, 2, 3], [1, 2, 3]])
+        parents = torch.tensor([[-1, 0, 1], [-1, -1, 0]])
+        uniforms = torch.rand(2, 4, dtype=torch.float64, generator=generator)
+        both = decoder._judge(Proposal(tokens, parents, draft), probs, uniforms)
+        for b in range(2):
+            one = Proposal(tokens[b : b + 1], parents[b : b + 1], draft[b : b + 1])
+            alone = decoder._judge(one, probs[b : b + 1], uniforms[b : b + 1])
+            assert int(both.num_accepted[b]) == int(alone.num_accepted[0])
+            assert int(both.next_token[b]) == int(alone.next_token[0])
 
 
 def test_block_rule_holds_in_a_ragged_batch(target: FakeTarget) -> None:

@@ -27,7 +27,9 @@ ALLOWED: dict[str, set[str]] = {
         "target", "drafts.base", "verify", "tree", "cache", "sampling", "proposal", "control",
         "metrics", "text",
     },
+    "request": {"target", "sampling", "metrics", "decode"},
     "engine": {
+        "request",
         "target", "drafts.base", "verify", "tree", "cache", "sampling", "proposal", "control",
         "metrics", "text", "decode",
     },

@@ -169,7 +169,10 @@ def test_what_does_not_fit_is_said(change: Mapping[str, Any], words: str) -> Non
         (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "up_proj.weight is missing"),
         (lambda t: t.update({"model.layers.9.foo.weight": torch.ones(2)}), "unexpected"),
         (lambda t: t.update({"model.norm.weight": torch.ones(3)}), "expected"),
-        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(48)}), "bias"),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(48)}),
+            "unexpected",
+        ),
     ],
 )
 def test_wrong_tensors_are_refused(tmp_path: Path, change: Any, words: str) -> None:
@@ -179,6 +182,15 @@ def test_wrong_tensors_are_refused(tmp_path: Path, change: Any, words: str) -> N
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(LoadError, match=words):
+        load(tmp_path)
+
+
+def test_missing_biases_are_refused(tmp_path: Path) -> None:
+    saved(tmp_path, "qwen2")
+    file = tmp_path / "model.safetensors"
+    tensors = {k: v for k, v in load_file(file).items() if not k.endswith("bias")}
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(LoadError, match=r"q_proj\.bias is missing"):
         load(tmp_path)
 
 
@@ -198,6 +210,63 @@ def test_config_without_optional_keys() -> None:
         {k: v for k, v in SIZES.items() if "key_value" not in k} | {"model_type": "llama"}
     )
     assert (config.kv_heads, config.head_dim, config.rope_theta) == (6, 8, 10000.0)
+
+
+def test_all_full_layers_with_a_window_in_the_config(tmp_path: Path) -> None:
+    """use_sliding_window with every layer in full attention: no window anywhere."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    extra = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3}
+    config = AutoConfig.for_model("qwen2", **SIZES | extra)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    target = load(tmp_path)
+    tokens = torch.arange(1, 21)[None]
+    rows = target.new_cache(1, 32).rows([0], 20)
+    logits, _ = target.forward(tokens, torch.arange(20)[None], None, rows)
+    with torch.no_grad():
+        torch.testing.assert_close(logits, model(tokens).logits, atol=1e-4, rtol=1e-4)
+    old = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2}
+    assert "window" in str(fits(old))
+
+
+@pytest.mark.parametrize("variant", ["mistral window", "qwen3"])
+def test_through_the_engine(tmp_path: Path, variant: str) -> None:
+    """Speculation over a window that prompt and output cross, in a batch: transformers' text."""
+    from speculant.target.hf import HFTarget
+
+    model = saved(tmp_path, variant)
+    prompts = [[3, 5, 8, 3, 5, 8, 3, 5], [11, 12], [7, 7, 7, 7, 1, 2, 7, 7, 7, 7, 1]]
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    wants = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        for _ in range(20):
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        wants.append(tokens[len(prompt) :])
+    for target in (load(tmp_path), HFTarget(model, FakeTokenizer(), "hf")):
+        for name in ("none", "ngram", "lookahead"):
+            done = generate_many(target, load_draft(name, target), prompts, params, max_rows=2)
+            assert [o.token_ids for o in done] == wants
+
+
+def test_bfloat16_agrees_but_for_near_ties(tmp_path: Path) -> None:
+    """Teacher-forced: where speculation takes another token, plain logits are within 0.1."""
+    saved(tmp_path, "llama")
+    target = LlamaTarget.from_folder(tmp_path, FakeTokenizer(), "x", dtype=torch.bfloat16)
+    params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
+    prompt = [3, 5, 8, 3, 5, 8, 3, 5]
+    ours = generate_many(target, load_draft("ngram", target), [prompt], params)[0].token_ids
+    assert len(ours) == 30
+    sequence = torch.tensor([prompt + ours])
+    rows = target.new_cache(1, 64).rows([0], sequence.shape[1])
+    logits, _ = target.forward(sequence, torch.arange(sequence.shape[1])[None], None, rows)
+    assert logits is not None
+    for i, token in enumerate(ours):
+        at = logits[0, len(prompt) - 1 + i]
+        assert float(at.max() - at[token]) < 0.1
 
 
 @pytest.mark.real

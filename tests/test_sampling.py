@@ -32,7 +32,7 @@ from speculant.sampling import (
     History,
     Random,
     SamplingParams,
-    check_logits,
+    broken_rows,
     draw,
     to_probs,
 )
@@ -262,7 +262,7 @@ WRONG = [
     ("top_k", [-1, 1.5, NAN, True]),
     ("top_p", [0, 0.0, -0.5, 1.0001, NAN, True]),
     ("min_p", [-0.1, 1.1, NAN, True]),
-    ("repetition_penalty", [0.0, -1.0, NAN, INF, True]),
+    ("repetition_penalty", [0.0, -1.0, 1e-39, 1e9, NAN, INF, True]),
     ("presence_penalty", [NAN, INF, -INF, True]),
     ("frequency_penalty", [NAN, INF, -INF, True]),
     ("logit_bias", [{1: NAN}, {1: INF}, {-1: 1.0}, {True: 1.0}, {1.5: 1.0}]),
@@ -378,18 +378,22 @@ def test_bias_forbids_and_forces() -> None:
     assert probs[0, 2] == pytest.approx(1)
 
 
-# ---------------------------------------------------------- check_logits
+# ---------------------------------------------------------- broken_rows
 
 
-@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_broken_logits_name_the_position(bad: float) -> None:
     logits = torch.zeros(2, 3, 4)
     logits[:, :, 1] = -INF
     positions = torch.tensor([[5, 6, 7], [8, 9, 10]])
-    check_logits(logits, positions)
-    logits[1, 2, 0] = bad
-    with pytest.raises(FloatingPointError, match=r"position 10 .*batch row 1"):
-        check_logits(logits, positions)
+    real = torch.tensor([[True, True], [True, True]])
+    assert broken_rows(logits, positions, real) == {}
+    logits[1, 2] = bad
+    found = broken_rows(logits, positions, real)
+    assert list(found) == [1]
+    assert "position 10 " in found[1]
+    real[1, 1] = False  # padding may be anything
+    assert broken_rows(logits, positions, real) == {}
 
 
 # ---------------------------------------------------------------- random

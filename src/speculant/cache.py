@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -98,14 +99,17 @@ class CacheRows:
     starts: tuple[int, ...]
     new_tokens: int
 
+    @cached_property
+    def _runs(self) -> list[tuple[int, int]]:
+        cuts = [i for i in range(1, len(self.slots)) if self.slots[i] != self.slots[i - 1] + 1]
+        return list(pairwise([0, *cuts, len(self.slots)]))
+
     def runs(self) -> list[tuple[int, int]]:
         """Stretches [a, b) of batch rows whose slots are neighbours, so that one view holds them.
 
         slots (0, 1, 2, 5) -> [(0, 3), (3, 4)]
         """
-        cuts = [i for i in range(1, len(self.slots)) if self.slots[i] != self.slots[i - 1] + 1]
-        edges = [0, *cuts, len(self.slots)]
-        return list(pairwise(edges))
+        return self._runs
 
     def span(self, a: int, b: int) -> int:
         """Columns that batch rows [a, b) need: their longest row and the new tokens."""
@@ -123,7 +127,7 @@ class CacheRows:
             cached_keys[slot, :, start:end] = keys[0]
             cached_values[slot, :, start:end] = values[0]
             return
-        slots, columns = self._index()  # shape: [B, 1], [B, T]
+        slots, columns = self._index  # shape: [B, 1], [B, T]
         cached_keys[slots, :, columns] = keys.transpose(1, 2)  # shape: [B, T, Hkv, D]
         cached_values[slots, :, columns] = values.transpose(1, 2)
 
@@ -154,6 +158,7 @@ class CacheRows:
         index = (starts[:, None] + torch.arange(new, device=device))[:, None, :]
         return seen.scatter(2, index.expand(b - a, new, new), among)
 
+    @cached_property
     def _index(self) -> tuple[Tensor, Tensor]:
         device = self.cache.data.device
         starts = torch.tensor(self.starts, device=device)

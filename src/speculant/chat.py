@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterable
 from typing import Any
 
 from .drafts.base import Draft
-from .engine import Piece, RequestError, stream
+from .engine import stream
 from .metrics import Counters
+from .request import Piece, RequestError
 from .sampling import SamplingParams
 from .target.base import Target
 from .text import TextStream
@@ -20,28 +22,42 @@ def print_pieces(
     target: Target, params: SamplingParams, pieces: Iterable[Piece], show_draft: bool
 ) -> str:
     """Print text as it comes; the whole text. With show_draft, tokens coloured by origin."""
+    if show_draft:
+        return _print_coloured(target, params, pieces)
     text = ""
-    if not show_draft:
-        for piece in pieces:
-            text += piece.text
-            sys.stdout.write(piece.text)
-            sys.stdout.flush()
-        return text
+    for piece in pieces:
+        text += piece.text
+        sys.stdout.write(piece.text)
+        sys.stdout.flush()
+    return text
+
+
+def _print_coloured(target: Target, params: SamplingParams, pieces: Iterable[Piece]) -> str:
+    """Print every token in the colour of its origin, then what the colours mean; the whole text."""
     from rich.console import Console
-    from rich.text import Text
+    from rich.segment import Segment, Segments
+    from rich.style import Style
 
     console = Console(highlight=False, soft_wrap=True)
-    stop_ids = target.tokenizer.eos_ids | set(params.stop_token_ids)
-    shown = TextStream(target.tokenizer.decode, params, stop_ids, sys.maxsize)
+
+    def show(words: str, origin: str) -> None:  # rich's Text would turn tabs into spaces
+        segment = Segment(words, Style.parse(COLOURS[origin]))
+        console.print(Segments([segment]), end="")
+
+    eos = frozenset() if params.ignore_eos else target.tokenizer.eos_ids
+    shown = TextStream(target.tokenizer.decode, params, eos | {*params.stop_token_ids}, sys.maxsize)
+    text, done, origin = "", 0, "plain"
     for piece in pieces:
         text += piece.text
         for token, origin in zip(piece.token_ids, piece.origins, strict=True):
             shown.push([token])
-            console.print(Text(shown.release(), style=COLOURS[origin]), end="")
-    legend = Text("\n")
-    for origin, colour in COLOURS.items():
-        legend.append(f"{origin} ", style=colour)
-    console.print(legend, end="")
+            words = shown.release()
+            done += len(words)
+            show(words, origin)
+    show(text[done:], origin)  # what the token limit let go: half a stop string or character
+    console.print()
+    for name in COLOURS:
+        show(f"{name} ", name)
     return text
 
 
@@ -54,6 +70,8 @@ def converse(
     show_draft: bool,
 ) -> None:
     """Read user turns until end of input or /exit."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # a stray byte must not end the conversation
     if not target.tokenizer.has_chat_template:
         raise RequestError(
             f"{target.info.name} has no chat template: use `speculant generate --raw`"

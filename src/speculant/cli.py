@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,11 +13,12 @@ import typer
 
 if TYPE_CHECKING:
     from .drafts.base import Draft
-    from .engine import Piece
+    from .request import Piece
     from .sampling import SamplingParams
     from .target.base import Target
 
 BUNDLED = "smollm2-135m-instruct"
+MAX_THREADS = 1024
 
 app = typer.Typer(
     name="speculant",
@@ -143,12 +145,13 @@ def generate(
             seed=seed,
             logprobs=logprobs,
         )
+        options: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "rule": _rule(rule)}
         text = sys.stdin.read() if prompt == "-" else prompt
+        _check_prompt(text, system, raw)
         loaded = _load(
             target, draft, draft_model, num_draft_tokens, dtype, device, backend, threads
         )
         message = _prompt(loaded[0], text, system, raw)
-        options: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "rule": rule}
         if as_json:
             from .engine import generate as run
 
@@ -187,6 +190,7 @@ def chat(
             top_p=top_p,
             seed=seed,
         )
+        _check_text("--system", system or "")
         loaded = _load(
             target, draft, draft_model, num_draft_tokens, dtype, device, backend, threads
         )
@@ -214,6 +218,7 @@ def check(
 ) -> None:
     """Prove on this machine that the pair samples from the target's distribution."""
     with _errors():
+        _rule(rule)
         loaded = _load(
             target, draft, draft_model, num_draft_tokens, dtype, device, backend, threads
         )
@@ -258,18 +263,16 @@ def bench(
             raise ValueError("--runs must be at least 1 and --max-tokens at least 2")
         from .drafts import DRAFTS
 
-        names = [name.strip() for name in drafts.split(",") if name.strip()]
+        names = [name.strip() for name in drafts.split(",")]
         for name in names:
             if name not in DRAFTS or name == "none":
                 known = ", ".join(n for n in DRAFTS if n != "none")
                 raise ValueError(f"--drafts: unknown draft {name!r}: choose from {known}")
-        import torch
+        _set_threads(threads)
         from rich.console import Console
 
         from .bench.measure import measure_core, render
 
-        if threads is not None:
-            torch.set_num_threads(threads)
         with Console(stderr=True).status("starting") as status:
             report = measure_core(target, names, max_tokens, runs, peers, status.update)
         typer.echo(json.dumps(report.as_dict()) if as_json else render(report))
@@ -316,34 +319,65 @@ def _load(
         raise ValueError(f"--draft-model goes with --draft vanilla, not with {draft}")
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"unknown dtype {dtype!r}: choose float32 or bfloat16")
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"unknown device {device!r}: choose cpu or cuda")
     if num_draft_tokens is not None and num_draft_tokens < 0:
         raise ValueError(f"--num-draft-tokens is {num_draft_tokens}: it must be at least 0")
-    if threads is not None and threads < 1:
-        raise ValueError(f"--threads is {threads}: it must be at least 1")
+    _set_threads(threads)
     import torch
 
     from .target.load import load_target
 
-    if threads is not None:
-        torch.set_num_threads(threads)
     parts = {"dtype": getattr(torch, dtype), "device": device, "backend": backend}
     loaded = load_target(target, **parts)
     options: dict[str, Any] = {}
     if draft_model is not None:
         options["model"] = load_target(draft_model, **parts)
-    if num_draft_tokens and draft in ("ngram", "vanilla"):
-        options["num_draft_tokens"] = num_draft_tokens
-    return loaded, load_draft(draft, loaded, **options)
+    count, most = num_draft_tokens or 0, loaded.info.context_length
+    if count and draft in ("ngram", "vanilla"):
+        options["num_draft_tokens"] = min(count, most)
+    made = load_draft(draft, loaded, **options)
+    most = min(most, made.info.max_nodes or most)  # the draft none takes any number
+    if count > most:
+        raise ValueError(f"--num-draft-tokens is {count}: {draft} drafts at most {most} here")
+    return loaded, made
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is None:
+        return
+    if not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f"--threads is {threads}: it must be between 1 and {MAX_THREADS}")
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def _rule(name: str) -> str:
+    if name not in ("block", "token"):
+        raise ValueError(f"unknown rule {name!r}: choose block or token")
+    return name
+
+
+def _check_text(name: str, text: str) -> None:
+    """Bytes that are not UTF-8 reach Python as lone surrogates, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} is not UTF-8 text") from None
+
+
+def _check_prompt(text: str, system: str | None, raw: bool) -> None:
+    if not text.strip():
+        raise ValueError("the prompt is empty: give at least one character")
+    if raw and system is not None:
+        raise ValueError("--system needs the chat template: leave out --raw")
+    _check_text("the prompt", text)
+    _check_text("--system", system or "")
 
 
 def _prompt(target: Target, text: str, system: str | None, raw: bool) -> Any:
-    from .engine import RequestError
-
-    if not text.strip():
-        raise RequestError("the prompt is empty: give at least one character")
     if raw:
-        if system is not None:
-            raise RequestError("--system needs the chat template: leave out --raw")
         return target.tokenizer.encode(text)
     if system is not None:
         return [{"role": "system", "content": system}, {"role": "user", "content": text}]
@@ -371,6 +405,7 @@ def _errors() -> Iterator[None]:
     """A user's mistake is one line and exit code 2, a failure one line and 1, Ctrl-C 130."""
     try:
         yield
+        sys.stdout.flush()
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted\n")
         raise typer.Exit(130) from None
@@ -394,6 +429,9 @@ def _expected() -> tuple[type[BaseException], ...]:
 
 def main() -> None:
     """Entry point of the `speculant` command."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # started with the stream closed: as if from /dev/null
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     app()
 
 

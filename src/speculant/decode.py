@@ -20,10 +20,10 @@ from .cache import KVCache
 from .drafts.base import Draft, DraftRow, Feedback
 from .metrics import Counters
 from .proposal import Proposal, Verdict
-from .sampling import check_logits, draw, to_probs
+from .sampling import broken_rows, draw, to_probs_rows
 from .target.base import Target
 from .text import TextStream
-from .tree import forward_layout, is_chain, node_paths
+from .tree import chain_rows, forward_layout, node_paths
 from .verify import verify_block, verify_chain, verify_chosen, verify_tree
 
 RULES = {"token": verify_chain, "block": verify_block}
@@ -52,11 +52,13 @@ class Step:
     """What one round committed for one row.
 
     origins: per token, how it came to be: accepted, recovered, bonus, or plain (nothing drafted)
+    error:   why the row cannot go on, naming the position; the other rows are not touched by it
     """
 
     tokens: list[int]
     origins: list[str]
     logprobs: list[TokenLogprob] | None
+    error: str | None = None
 
 
 class Decoder:
@@ -84,11 +86,11 @@ class Decoder:
         began = time.perf_counter()
         proposal = self._checked(self.draft.propose(rows), rows)
         drafted = time.perf_counter()
-        logits, hidden, offsets = self._forward(rows, proposal)
+        logits, hidden, offsets, errors = self._forward(rows, proposal)
         forwarded = time.perf_counter()
         nodes = 1 + proposal.width
         verdict = self._verify(rows, proposal, logits[:, :nodes], offsets[:, :nodes])
-        steps = self._commit(rows, proposal, verdict, logits, offsets[:, :nodes].tolist())
+        steps = self._commit(rows, proposal, verdict, logits, offsets[:, :nodes].tolist(), errors)
         verified = time.perf_counter()
         self._teach(rows, proposal, steps, verdict, logits, hidden)
         ended = time.perf_counter()
@@ -102,7 +104,8 @@ class Decoder:
     def _checked(self, proposal: Proposal, rows: Sequence[Row]) -> Proposal:
         """A proposal that is safe to run: ids in the vocabulary, finite probabilities.
 
-        A row whose draft probabilities hold NaN drafts nothing this round (design, law 6).
+        A row drafts only up to its first node whose probabilities hold NaN (design, law 6). The
+        sampled nodes before it stay: dropping them for what came behind would bias the output.
         """
         if len(proposal.tokens) != len(rows):
             raise ValueError(
@@ -115,15 +118,18 @@ class Decoder:
             raise ValueError(f"{self.draft.info.name} proposed a token outside 0..{vocab - 1}")
         lengths = proposal.num_nodes
         if proposal.draft_probs is not None:
-            sane = proposal.draft_probs.sum(dim=-1).isfinite() | ~proposal.real
-            lengths = torch.where(sane.all(dim=1), lengths, 0)
+            sane = proposal.draft_probs.sum(dim=-1).isfinite()
+            lengths = sane.to(torch.int64).cumprod(dim=1).sum(dim=1).minimum(lengths)
         probs, window = proposal.draft_probs, proposal.window
         return Proposal(tokens, proposal.parents, probs, lengths, window)
 
     def _forward(
         self, rows: Sequence[Row], proposal: Proposal
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The target over root, nodes and window: logits [B, T, V], taps, offsets [B, T]."""
+    ) -> tuple[Tensor, Tensor | None, Tensor, dict[int, str]]:
+        """The target over root, nodes and window: logits [B, T, V], taps, offsets [B, T], errors.
+
+        Errors: batch row -> what is wrong with its logits. Such a row's logits are zeroed.
+        """
         drafted, offsets, mask = forward_layout(proposal)
         device = drafted.device
         roots = torch.tensor([[row.tokens[-1]] for row in rows], device=device)  # shape: [B, 1]
@@ -135,8 +141,10 @@ class Decoder:
         logits, hidden = self.target.forward(tokens, positions, mask, cache, taps)
         assert logits is not None
         nodes = 1 + proposal.width
-        check_logits(logits[:, :nodes], positions[:, :nodes])
-        return logits, hidden, offsets
+        errors = broken_rows(logits[:, :nodes], positions[:, :nodes], proposal.real)
+        for b in errors:
+            logits[b] = 0
+        return logits, hidden, offsets, errors
 
     def _verify(
         self, rows: Sequence[Row], proposal: Proposal, logits: Tensor, offsets: Tensor
@@ -150,8 +158,20 @@ class Decoder:
             numbers = row.random.take(count + 1)
             uniforms[b, :count] = torch.tensor(numbers[:-1], dtype=torch.float64)
             uniforms[b, -1] = numbers[-1]
-        rule = RULES[self.rule] if is_chain(proposal.parents) else verify_tree
-        return rule(proposal, _probabilities(rows, logits), uniforms.to(logits.device))
+        return self._judge(proposal, _probabilities(rows, logits), uniforms.to(logits.device))
+
+    def _judge(self, proposal: Proposal, probs: Tensor, uniforms: Tensor) -> Verdict:
+        """Chains by this decoder's rule, trees by theirs: which, each row's own proposal decides."""
+        chains = chain_rows(proposal)
+        if bool(chains.all()):
+            return RULES[self.rule](proposal, probs, uniforms)
+        out = verify_tree(proposal, probs, uniforms)
+        if bool(chains.any()):
+            index = chains.nonzero().squeeze(1)
+            some = RULES[self.rule](proposal.select(index), probs[index], uniforms[index])
+            out.num_accepted[index], out.path[index] = some.num_accepted, some.path
+            out.next_token[index], out.is_bonus[index] = some.next_token, some.is_bonus
+        return out
 
     def _adjusted(self, rows: Sequence[Row], proposal: Proposal, logits: Tensor) -> Tensor:
         """Penalties, bias and min_tokens at every position, with its drafted path as history."""
@@ -162,10 +182,7 @@ class Decoder:
         for row, (parents, tokens), mine in zip(rows, trees, logits, strict=True):
             paths = node_paths(parents, tokens) if row.history.active else []
             out.append(row.history.adjust(mine, paths))
-        adjusted = torch.stack(out)
-        if not bool((adjusted.amax(dim=-1) > -torch.inf).all()):
-            raise FloatingPointError("logit_bias and min_tokens forbid every token of a position")
-        return adjusted
+        return torch.stack(out)
 
     def _commit(
         self,
@@ -174,6 +191,7 @@ class Decoder:
         verdict: Verdict,
         logits: Tensor,
         depths: list[list[int]],
+        errors: dict[int, str],
     ) -> list[Step]:
         """Cut at EOS, stops and limits; roll the cache back to what was committed; count."""
         ids, paths = proposal.tokens.tolist(), verdict.path.tolist()
@@ -181,6 +199,9 @@ class Decoder:
         lasts, bonus = verdict.next_token.tolist(), verdict.is_bonus.tolist()
         steps = []
         for b, row in enumerate(rows):
+            if b in errors:
+                steps.append(Step([], [], None, errors[b]))
+                continue
             path = paths[b][: counts[b]]
             ending = "plain" if lengths[b] == 0 else "bonus" if bonus[b] else "recovered"
             tokens = [ids[b][node] for node in path] + [lasts[b]]
@@ -240,16 +261,8 @@ def _own_tokens(rows: Sequence[Row], logits: Tensor, depths: Tensor) -> Tensor:
 
 
 def _probabilities(rows: Sequence[Row], logits: Tensor) -> Tensor:
-    """Target probabilities [B, 1 + n, V]; rows of equal parameters are transformed together."""
-    groups: dict[tuple[float, int, float, float], list[int]] = {}
-    for b, row in enumerate(rows):
-        groups.setdefault(row.params.shape, []).append(b)
-    if len(groups) == 1:
-        return to_probs(logits, rows[0].params)
-    out = torch.empty_like(logits)
-    for members in groups.values():
-        out[members] = to_probs(logits[members], rows[members[0]].params)
-    return out
+    """Target probabilities [B, 1 + n, V]."""
+    return to_probs_rows(logits, [row.params for row in rows])
 
 
 def _logprobs(
@@ -262,7 +275,7 @@ def _logprobs(
     table = logits[list(sources)].log_softmax(dim=-1)  # shape: [kept, V]
     out = []
     for logps, token in zip(table, tokens, strict=True):
-        values, ids = logps.topk(count)
+        values, ids = logps.topk(min(count, len(logps)))
         top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
         out.append(TokenLogprob(token, float(logps[token]), top))
     return out

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from .bench.prompts import PROMPTS as BENCH
 from .drafts import load_draft
 from .drafts.base import Draft
-from .engine import Completion, generate
+from .engine import generate
+from .request import Completion
 from .sampling import SamplingParams
 from .target.base import Target
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 from .control import Fixed
-from .decode import Decoder, Row, TokenLogprob
+from .decode import Decoder, Row
 from .drafts.base import Draft
 from .metrics import Counters
+from .request import Completion, Piece, Prompt, RequestError, check_request, prompt_ids
 from .sampling import History, Random, SamplingParams
 from .target.base import Target
 from .text import TextStream
@@ -20,83 +22,30 @@ PREFILL_CHUNK = 256
 """Prompt tokens of one prefill forward: large enough to be compute-bound, small enough that
 running requests do not stall and no large mask or activation is built."""
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""A user message (or plain text for a model without a chat template), token ids, or messages."""
-
-
-class RequestError(ValueError):
-    """A request that cannot be served; the message is one line for the user."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one step added to one request. `text` may lag behind `token_ids`."""
-
-    request: int
-    text: str
-    token_ids: list[int]
-    origins: list[str]
-    logprobs: list[TokenLogprob] | None
-    finish_reason: str | None
-
-
-@dataclass
-class Completion:
-    """A finished request.
-
-    text ends before a stop string and leaves out special tokens; token_ids holds every committed
-    token, EOS or the one that completed a stop string included.
-    """
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    origins: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
-    finish_reason: str = ""
-    prompt_tokens: int = 0
-    seed: int = 0
-    metrics: Counters = field(default_factory=Counters)
-
-    def add(self, piece: Piece) -> None:
-        """Append what a step gave."""
-        self.text += piece.text
-        self.token_ids += piece.token_ids
-        self.origins += piece.origins
-        if piece.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + piece.logprobs
-        self.finish_reason = piece.finish_reason or ""
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON: text, token_ids, finish_reason, usage, metrics and, where asked, logprobs."""
-        out: dict[str, Any] = {
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            "seed": self.seed,
-            "usage": {
-                "prompt_tokens": self.prompt_tokens,
-                "completion_tokens": len(self.token_ids),
-            },
-            "metrics": self.metrics.as_dict(),
-        }
-        if self.logprobs is not None:
-            out["logprobs"] = [
-                {"token_id": t.token_id, "logprob": t.logprob, "top": t.top} for t in self.logprobs
-            ]
-        return out
-
 
 @dataclass
 class _Request:
+    """A request in the queue, and once admitted its row. Nothing large waits in the queue."""
+
     number: int
-    row: Row
-    prompt_tokens: int
+    ids: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    random: Random
+    counters: Counters
     cached: int = 0  # prompt tokens already prefilled
+    row: Row | None = None
 
     @property
     def pending(self) -> int:
         """Prompt tokens still to prefill; the last one is the first root and never is."""
-        return self.prompt_tokens - 1 - self.cached
+        return len(self.ids) - 1 - self.cached
+
+    @property
+    def running(self) -> Row:
+        """The row of an admitted request."""
+        assert self.row is not None
+        return self.row
 
 
 class Engine:
@@ -118,15 +67,23 @@ class Engine:
         num_draft_tokens: int | None = None,
         rule: str = "block",
     ) -> None:
+        if max_rows < 1:
+            raise ValueError(f"max_rows is {max_rows}: it must be at least 1")
         context = target.info.context_length
-        self.target, self.draft = target, draft
+        self.target = target
+        self.draft = copy(draft)  # its per-slot state is this engine's alone, from `start` on
         self.capacity = min(capacity or context, context)
-        depth = draft.info.max_nodes if num_draft_tokens is None else num_draft_tokens
-        self.control = Fixed(min(depth, draft.info.max_nodes))
+        most = draft.info.max_nodes
+        if num_draft_tokens is not None and most and num_draft_tokens > most:
+            raise ValueError(
+                f"num_draft_tokens is {num_draft_tokens}: this {draft.info.name} draft was made for "
+                f"at most {most}"
+            )
+        self.control = Fixed(most if num_draft_tokens is None else min(num_draft_tokens, most))
         room = self.capacity + 1 + draft.info.max_nodes + draft.info.max_window
         self.cache = target.new_cache(max_rows, room)
-        self.decoder = Decoder(target, draft, self.cache, rule)
-        draft.start(max_rows, room)
+        self.decoder = Decoder(target, self.draft, self.cache, rule)
+        self.draft.start(max_rows, room)
         self._free = list(range(max_rows))
         self._waiting: deque[_Request] = deque()
         self._running: list[_Request] = []
@@ -145,28 +102,19 @@ class Engine:
         counters: where to count; the engine's own by default (`Engine.counters`).
         """
         ids = prompt_ids(self.target, prompt)
-        vocab = self.target.info.vocab_size
-        _check_ids(ids, params, vocab)
+        eos = frozenset() if params.ignore_eos else self.target.tokenizer.eos_ids
+        stop_ids = eos | frozenset(params.stop_token_ids)
+        check_request(ids, params, stop_ids, self.target.info.vocab_size)
         if len(ids) >= self.capacity:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens and the context holds {self.capacity}: "
                 "shorten the prompt"
             )
-        eos = frozenset() if params.ignore_eos else self.target.tokenizer.eos_ids
-        stop_ids = eos | frozenset(params.stop_token_ids)
-        limit = min(params.max_tokens, self.capacity - len(ids))
-        row = Row(
-            slot=-1,
-            tokens=list(ids),
-            params=params,
-            random=Random(params.seed),
-            history=History(params, vocab, ids, (i for i in stop_ids if i < vocab)),
-            text=TextStream(self.target.tokenizer.decode, params, stop_ids, limit),
-            counters=Counters() if counters is None else counters,
-        )
-        self._waiting.append(_Request(self._next, row, len(ids)))
+        counters = Counters() if counters is None else counters
+        request = _Request(self._next, ids, params, stop_ids, Random(params.seed), counters)
+        self._waiting.append(request)
         self._next += 1
-        return self._next - 1
+        return request.number
 
     def cancel(self, number: int) -> None:
         """Drop a request, waiting or running; its slot is free for the next step."""
@@ -175,101 +123,95 @@ class Engine:
             self._leave(request)
 
     def step(self) -> list[Piece]:
-        """Admit, prefill at most one chunk, run one round; what it gave, in slot order."""
+        """Admit, prefill about a chunk's worth of prompts, run one round; pieces in slot order."""
         self._admit()
         self._prefill()
         ready = [r for r in self._running if not r.pending]
         if not ready:
             return []
-        for request in ready:
-            request.row.budget = self.control.budget(request.row.text.remaining)
-        steps = self.decoder.round([r.row for r in ready])
+        rows = [request.running for request in ready]
+        for row in rows:
+            row.budget = self.control.budget(row.text.remaining)
         pieces = []
-        for request, step in zip(ready, steps, strict=True):
-            text = request.row.text
-            parts = (step.tokens, step.origins, step.logprobs, text.finish_reason)
-            pieces.append(Piece(request.number, text.release(), *parts))
-            if text.finish_reason:
+        for request, row, step in zip(ready, rows, self.decoder.round(rows), strict=True):
+            reason = "error" if step.error else row.text.finish_reason
+            parts = (step.tokens, step.origins, step.logprobs, reason, step.error)
+            pieces.append(Piece(request.number, row.text.release(), *parts))
+            if reason:
                 self._leave(request)
         return pieces
 
     def slots(self) -> list[tuple[int, int]]:
         """(request, cache slot) of every running request whose prompt is cached."""
-        return [(r.number, r.row.slot) for r in self._running if not r.pending]
-
-    def counters(self, number: int) -> Counters:
-        """Counters of a waiting or running request."""
-        return next(r.row.counters for r in [*self._running, *self._waiting] if r.number == number)
+        return [(r.number, r.running.slot) for r in self._running if not r.pending]
 
     def complete(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> list[Completion]:
-        """Run prompts to the end, batched; completions in the order of the prompts."""
+        """Run prompts to the end, batched; completions in the order of the prompts.
+
+        Raises RequestError before anything runs when a prompt cannot be served, and
+        FloatingPointError when the target's logits broke.
+        """
         done: dict[int, Completion] = {}
-        for prompt, mine in zip(prompts, params, strict=True):
-            number = self.submit(prompt, mine)
-            row = self._waiting[-1].row
-            done[number] = Completion(
-                prompt_tokens=len(row.tokens), seed=row.random.seed, metrics=row.counters
-            )
-        while self.busy:
-            for piece in self.step():
-                if piece.request in done:
-                    done[piece.request].add(piece)
+        try:
+            for prompt, mine in zip(prompts, params, strict=True):
+                number = self.submit(prompt, mine)
+                request = self._waiting[-1]
+                seed, counters = request.random.seed, request.counters
+                done[number] = Completion(
+                    prompt_tokens=len(request.ids), seed=seed, metrics=counters
+                )
+            while any(not out.finish_reason for out in done.values()):
+                for piece in self.step():
+                    if piece.error:
+                        raise FloatingPointError(piece.error)
+                    if piece.request in done:
+                        done[piece.request].add(piece)
+        finally:
+            for number, out in done.items():
+                if not out.finish_reason:
+                    self.cancel(number)
         return list(done.values())
 
     def _admit(self) -> None:
         while self._waiting and self._free:
             request = self._waiting.popleft()
-            request.row.slot = heapq.heappop(self._free)
+            info, params, ids = self.target.info, request.params, request.ids
+            limit = min(params.max_tokens, self.capacity - len(ids))
+            stops = [token for token in request.stop_ids if token < info.vocab_size]
+            request.row = Row(
+                slot=heapq.heappop(self._free),
+                tokens=list(ids),
+                params=params,
+                random=request.random,
+                history=History(params, info.vocab_size, ids, stops, info.device),
+                text=TextStream(self.target.tokenizer.decode, params, request.stop_ids, limit),
+                counters=request.counters,
+            )
             self.draft.open(request.row)
             self._running.append(request)
-        self._running.sort(key=lambda r: r.row.slot)  # neighbouring slots make one cache view
+        self._running.sort(key=lambda r: r.running.slot)  # neighbouring slots make one cache view
 
     def _prefill(self) -> None:
-        """Prefill prompts, oldest first, up to one chunk's worth of tokens."""
+        """Prefill prompts, oldest first, up to about one chunk's worth of tokens."""
         room = PREFILL_CHUNK
         for request in sorted(self._running, key=lambda r: r.number):
             while request.pending and room > 0:
                 # chunk edges depend on the prompt alone, so that a row computes what it would alone
                 end = request.cached + min(request.pending, PREFILL_CHUNK)
-                self.decoder.prefill(request.row, request.cached, end)
+                self.decoder.prefill(request.running, request.cached, end)
                 room -= end - request.cached
                 request.cached = end
 
     def _leave(self, request: _Request) -> None:
-        slot = request.row.slot
+        row = request.running
         self._running.remove(request)
-        self.cache.truncate(slot, 0)
-        self.draft.close(slot)
-        heapq.heappush(self._free, slot)
-
-
-def prompt_ids(target: Target, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt: a string is a user message where the model has a chat template."""
-    tokenizer = target.tokenizer
-    if isinstance(prompt, str):
-        if not prompt:
-            raise RequestError("the prompt is empty: give at least one character")
-        if tokenizer.has_chat_template:
-            return tokenizer.chat([{"role": "user", "content": prompt}])
-        return tokenizer.encode(prompt)
-    if not prompt:
-        raise RequestError("the prompt is empty: give at least one token or message")
-    if isinstance(prompt[0], Mapping):
-        if not tokenizer.has_chat_template:
-            raise RequestError(f"{target.info.name} has no chat template: pass text or token ids")
-        return tokenizer.chat([dict(message) for message in prompt])  # type: ignore[arg-type]
-    return [int(token) for token in prompt]  # type: ignore[arg-type]
-
-
-def _check_ids(ids: Sequence[int], params: SamplingParams, vocab: int) -> None:
-    if not ids:
-        raise RequestError("the prompt is empty: give at least one token")
-    for name, tokens in (("prompt", ids), ("logit_bias", params.logit_bias)):
-        wrong = [t for t in tokens if not 0 <= t < vocab]
-        if wrong:
-            raise RequestError(f"{name}: token id {wrong[0]} is outside 0..{vocab - 1}")
+        self.cache.truncate(row.slot, 0)
+        if not row.text.finish_reason:  # it broke or was cancelled: NaN may lie in its entries
+            self.cache.data[:, :, row.slot] = 0
+        self.draft.close(row.slot)
+        heapq.heappush(self._free, row.slot)
 
 
 def generate(
@@ -320,7 +262,10 @@ def stream(
     number = engine.submit(ids, params, counters)
     try:
         while engine.busy:
-            yield from engine.step()
+            for piece in engine.step():
+                if piece.error:
+                    raise FloatingPointError(piece.error)
+                yield piece
     finally:  # the caller may stop early: leave the draft clean
         engine.cancel(number)
 

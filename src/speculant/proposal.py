@@ -95,6 +95,11 @@ class Proposal:
         """n: nodes of the widest row."""
         return self.tokens.shape[1]
 
+    def select(self, rows: Tensor) -> Proposal:
+        """The proposal of some rows [b] alone, without the window."""
+        probs = None if self.draft_probs is None else self.draft_probs[rows]
+        return Proposal(self.tokens[rows], self.parents[rows], probs, self.num_nodes[rows])
+
     def to(self, device: torch.device) -> Proposal:
         """The same proposal with every tensor on a device."""
         if self.tokens.device == device:

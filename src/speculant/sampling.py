@@ -18,6 +18,8 @@ from torch import Tensor
 GREEDY_BELOW = 1e-4
 """Temperatures below this are argmax: dividing by them would overflow float32."""
 MAX_SEED = 2**63 - 1
+LARGEST = 1e4
+"""Largest bias and penalty: far beyond any logit, far below what overflows at a low temperature."""
 TOP_P_SHORTLIST = 512
 
 
@@ -84,16 +86,24 @@ class SamplingParams:
         yield "min_p", not (_number(self.min_p) and 0 <= self.min_p <= 1), "in [0, 1] (0 is off)"
         yield (
             "repetition_penalty",
-            not (_number(self.repetition_penalty) and self.repetition_penalty > 0),
-            "a number > 0 (1 is off)",
+            not (_number(self.repetition_penalty) and 1e-3 <= self.repetition_penalty <= 1e3),
+            "between 0.001 and 1000 (1 is off)",
         )
-        yield "presence_penalty", not _number(self.presence_penalty), "a finite number"
-        yield "frequency_penalty", not _number(self.frequency_penalty), "a finite number"
+        yield (
+            "presence_penalty",
+            not _small(self.presence_penalty),
+            f"between -{LARGEST:g} and {LARGEST:g}",
+        )
+        yield (
+            "frequency_penalty",
+            not _small(self.frequency_penalty),
+            f"between -{LARGEST:g} and {LARGEST:g}",
+        )
         yield (
             "logit_bias",
-            any(math.isnan(v) or v == math.inf for v in self.logit_bias.values())
+            any(not (_small(v) or v == -math.inf) for v in self.logit_bias.values())
             or any(not _whole(k) or k < 0 for k in self.logit_bias),
-            "token ids with numbers (-inf forbids a token)",
+            f"token ids with numbers from -{LARGEST:g} to {LARGEST:g} (-inf forbids a token)",
         )
         yield (
             "min_tokens",
@@ -146,6 +156,10 @@ def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def _small(value: object) -> bool:
+    return _number(value) and abs(value) <= LARGEST  # type: ignore[arg-type]
+
+
 class Random:
     """One request's random numbers, from a `torch.Generator` of its own.
 
@@ -189,19 +203,22 @@ class History:
         vocab_size: int,
         prompt: Sequence[int],
         stop_ids: Iterable[int] = (),
+        device: torch.device | str = "cpu",
     ) -> None:
-        self.params = params
+        self.params, self.device = params, device
         self.num_output = 0
-        self.stop_ids = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64)
+        self.stop_ids = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64, device=device)
         self.bias: Tensor | None = None
         if params.logit_bias:
-            self.bias = torch.zeros(vocab_size)
-            ids = torch.tensor(list(params.logit_bias))
-            self.bias[ids] = torch.tensor(list(params.logit_bias.values()))
+            bias = torch.zeros(vocab_size)
+            bias[torch.tensor(list(params.logit_bias))] = torch.tensor(
+                [float(value) for value in params.logit_bias.values()]
+            )
+            self.bias = bias.to(device)
         if params.needs_history:
-            self.seen = torch.zeros(vocab_size, dtype=torch.bool)
-            self.seen[torch.tensor(list(prompt), dtype=torch.int64)] = True
-            self.counts = torch.zeros(vocab_size)
+            self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
+            self.seen[torch.tensor(list(prompt), dtype=torch.int64, device=device)] = True
+            self.counts = torch.zeros(vocab_size, device=device)
 
     @property
     def active(self) -> bool:
@@ -212,9 +229,9 @@ class History:
         """Tokens joined the output."""
         self.num_output += len(tokens)
         if self.params.needs_history and tokens:
-            ids = torch.tensor(list(tokens))
+            ids = torch.tensor(list(tokens), device=self.device)
             self.seen[ids] = True
-            self.counts.index_add_(0, ids, torch.ones(len(tokens)))
+            self.counts.index_add_(0, ids, torch.ones(len(tokens), device=self.device))
 
     def adjust(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
         """Bias, penalties and min_tokens for logits [T, V] after each drafted path; a new tensor.
@@ -229,9 +246,9 @@ class History:
         out = self._penalise(out, self.seen, self.counts)
         for i, path in enumerate(paths):
             if path:
-                ids, times = torch.tensor(list(path)).unique(return_counts=True)
+                ids, times = torch.tensor(list(path), device=self.device).unique(return_counts=True)
                 raw = logits[i, ids] if self.bias is None else logits[i, ids] + self.bias[ids]
-                seen = torch.ones(len(ids), dtype=torch.bool)
+                seen = torch.ones(len(ids), dtype=torch.bool, device=self.device)
                 out[i, ids] = self._penalise(raw, seen, self.counts[ids] + times)
             if self.num_output + len(path) < self.params.min_tokens:
                 out[i, self.stop_ids] = -math.inf
@@ -264,6 +281,19 @@ def to_probs(logits: Tensor, params: SamplingParams) -> Tensor:
         probs = probs.masked_fill(probs < least, 0.0)
         probs = probs / probs.sum(dim=-1, keepdim=True)
     return probs
+
+
+def to_probs_rows(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """`to_probs` of logits [B, ..., V] with one set of parameters a row; equal ones together."""
+    groups: dict[tuple[float, int, float, float], list[int]] = {}
+    for b, mine in enumerate(params):
+        groups.setdefault(mine.shape, []).append(b)
+    if len(groups) == 1:
+        return to_probs(logits, params[0])
+    out = torch.empty_like(logits)
+    for members in groups.values():
+        out[members] = to_probs(logits[members], params[members[0]])
+    return out
 
 
 def _nucleus(probs: Tensor, top_p: float) -> Tensor:
@@ -304,16 +334,21 @@ def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     return torch.searchsorted(sums, threshold, right=True).squeeze(-1)
 
 
-def check_logits(logits: Tensor, positions: Tensor) -> None:
-    """Raise FloatingPointError naming the position when target logits [B, T, V] hold NaN or +inf.
+def broken_rows(logits: Tensor, positions: Tensor, real: Tensor) -> dict[int, str]:
+    """Batch rows of target logits [B, 1 + n, V] that hold NaN or +inf, or forbid every token.
 
-    positions: [B, T]. One reduction: the maximum of a row is NaN or +inf iff one of its logits is,
-    and -inf iff every token is forbidden.
+    positions: [B, 1 + n]; real: [B, n], which nodes are not padding. One reduction: the maximum of
+    a position is NaN or +inf iff one of its logits is, and -inf iff all of them are.
     """
-    peaks = logits.amax(dim=-1)  # shape: [B, T]
-    if not bool(peaks.isfinite().all()):
-        row, column = (~peaks.isfinite()).nonzero()[0].tolist()
-        raise FloatingPointError(
-            f"the target's logits at position {int(positions[row, column])} are not finite "
-            f"(batch row {row}): the weights or the inputs are broken"
+    fine = logits.amax(dim=-1).isfinite()  # shape: [B, 1 + n]
+    fine[:, 1:] |= ~real.to(fine.device)
+    if bool(fine.all()):
+        return {}
+    out: dict[int, str] = {}
+    for row, column in (~fine).nonzero().tolist():
+        place = int(positions[row, column])
+        broken = (
+            f"the target's logits at position {place} are not finite: weights or inputs are broken"
         )
+        out.setdefault(row, broken)
+    return out

@@ -21,6 +21,12 @@ def is_chain(parents: Tensor) -> bool:
     return bool((parents == torch.arange(-1, n - 1, device=parents.device)).all())
 
 
+def chain_rows(proposal: Proposal) -> Tensor:
+    """[B] bool: which rows of a proposal are one branch, their padding aside."""
+    order = torch.arange(-1, proposal.width - 1, device=proposal.parents.device)
+    return ((proposal.parents == order) | ~proposal.real).all(dim=1)
+
+
 def depths(parents: Tensor) -> Tensor:
     """Depth of the root (0) and of every node: parents [B, n] -> [B, 1 + n] int64."""
     rows, n = parents.shape

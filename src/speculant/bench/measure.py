@@ -18,8 +18,9 @@ import torch
 
 from ..drafts import load_draft
 from ..drafts.base import Draft
-from ..engine import generate, prompt_ids
+from ..engine import generate
 from ..metrics import Counters
+from ..request import prompt_ids
 from ..sampling import SamplingParams
 from ..target.base import Target
 from .prompts import PROMPTS

@@ -10,8 +10,9 @@ from torch import Tensor
 from ..decode import Decoder, Row
 from ..drafts import load_draft
 from ..drafts.base import Draft
-from ..engine import generate_many, prompt_ids
+from ..engine import generate_many
 from ..proposal import ROOT, Proposal
+from ..request import prompt_ids
 from ..sampling import History, Random, SamplingParams, draw, to_probs
 from ..target.base import Target
 from ..text import TextStream
@@ -42,12 +43,12 @@ class Contexts:
         self.params = SamplingParams(temperature=1.0, top_k=TOP_K)
         self.paths: list[tuple[int, ...]] = [()]
         rows: dict[tuple[int, ...], Tensor] = {}
-        rows[()] = self._probs(plain_logits(target, [prompt], 1)[0, -1])
+        rows[()] = self.probs(plain_logits(target, [prompt], 1)[0, -1])
         for level in range(LENGTH - 1):
             parents = [path for path in self.paths if len(path) == level]
             children = [(*p, t) for p in parents for t in _support(rows[p])]
             logits = plain_logits(target, [prompt + list(c) for c in children], 1)[:, -1]
-            rows |= {child: self._probs(row) for child, row in zip(children, logits, strict=True)}
+            rows |= {child: self.probs(row) for child, row in zip(children, logits, strict=True)}
             self.paths += children
         self.index = {path: i for i, path in enumerate(self.paths)}
         self.truth_full = torch.stack([rows[path] for path in self.paths])  # shape: [C, V]
@@ -59,7 +60,8 @@ class Contexts:
         }
         self._renumber()
 
-    def _probs(self, logits: Tensor) -> Tensor:
+    def probs(self, logits: Tensor) -> Tensor:
+        """Logits [..., V] -> the probabilities that are sampled from."""
         return to_probs(logits.double(), self.params)
 
     def _tree_logits(self) -> Tensor:
@@ -89,7 +91,7 @@ class Contexts:
         self.ids = torch.tensor(sorted(used))
         self.column = {int(t): i for i, t in enumerate(self.ids)}
         self.truth = self._columns(self.truth_full)
-        self.seen = self._columns(self._probs(self.seen_logits))
+        self.seen = self._columns(self.probs(self.seen_logits))
 
     def _columns(self, probs: Tensor) -> Tensor:
         kept = probs[..., self.ids].double()
@@ -127,10 +129,6 @@ class Contexts:
     def after(self, path: tuple[int, ...], column: int) -> tuple[int, ...]:
         """The context one renumbered token further."""
         return (*path, int(self.ids[column]) if column < len(self.ids) else -1)
-
-    def probs_at(self, path: tuple[int, ...]) -> Tensor:
-        """What verification reads behind a context; the prompt's, where the target never goes."""
-        return self.seen[self.index.get(path, 0)]
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """The target's own first-token distribution [S], and the joint [S, S] of the next two."""

@@ -139,7 +139,7 @@ class LookaheadDraft:
         """Make room for every slot's window."""
         # shape: [rows, N - 1, W]
         self._levels = torch.zeros(rows, self.ngram - 1, self.window, dtype=torch.int64)
-        self._pools.clear()
+        self._pools = {}
 
     def open(self, row: DraftRow) -> None:
         """Guess the window from the prompt, and fill the pool with the prompt's n-grams."""

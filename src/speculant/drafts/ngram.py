@@ -79,7 +79,7 @@ class NgramDraft:
 
     def start(self, rows: int, capacity: int) -> None:
         """Forget every slot."""
-        self._indexes.clear()
+        self._indexes = {}
 
     def open(self, row: DraftRow) -> None:
         """Index the prompt."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..cache import KVCache
 from ..proposal import Proposal
-from ..sampling import SamplingParams, draw, to_probs
+from ..sampling import draw, to_probs_rows
 from ..target.base import Target
 from .base import DraftInfo, DraftRow, Feedback
 
@@ -80,7 +80,7 @@ class VanillaDraft:
             pending = [chains[b][-1:] or rows[b].tokens[self._length(rows[b]) :] for b in live]
             logits = self._feed([rows[b].slot for b in live], pending)  # shape: [b, V]
             logits = self._adjust(logits, [rows[b] for b in live], [chains[b] for b in live])
-            probs = _transform(logits, [rows[b].params for b in live]) if sampled else logits
+            probs = to_probs_rows(logits, [rows[b].params for b in live]) if sampled else logits
             sound = _sound(logits, probs)
             self._settle([rows[b].slot for b in live], pending, sound)
             live, probs = [live[i] for i in sound], probs[sound]
@@ -159,8 +159,9 @@ class VanillaDraft:
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         if not any(row.history.active for row in rows):
             return logits
-        adjusted = [  # history lives on the CPU
-            row.history.adjust(logits[i : i + 1].cpu(), [chains[i]]) for i, row in enumerate(rows)
+        adjusted = [  # history lives on the target's device
+            row.history.adjust(logits[i : i + 1].to(row.history.device), [chains[i]])
+            for i, row in enumerate(rows)
         ]
         return torch.cat(adjusted).to(logits.device)
 
@@ -205,19 +206,6 @@ def _argmax(logits: Tensor) -> list[int]:
     """The likeliest token a row of logits [b, V], ties to the lowest id."""
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     return tokens
-
-
-def _transform(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Probabilities [b, V], rows that are sampled alike transformed together."""
-    groups: dict[object, list[int]] = {}
-    for i, one in enumerate(params):
-        groups.setdefault(one.shape, []).append(i)
-    if len(groups) == 1:
-        return to_probs(logits, params[0])
-    out = torch.empty_like(logits)
-    for members in groups.values():
-        out[members] = to_probs(logits[members], params[members[0]])
-    return out
 
 
 def for_target(

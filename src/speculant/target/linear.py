@@ -8,7 +8,6 @@ the packed operator is used (and only the packed copy is kept); elsewhere `F.lin
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
@@ -72,7 +71,8 @@ class FileRows:
         for i, row in enumerate(ids):
             if not 0 <= row < self.count:
                 raise IndexError(f"token id {row} is outside 0..{self.count - 1}")
-            part = os.pread(self._file.fileno(), size, self.offset + row * size)
+            self._file.seek(self.offset + row * size)
+            part = self._file.read(size)
             if len(part) != size:
                 raise OSError(f"{self._file.name}: was cut short while in use: copy it anew")
             view[i * size : (i + 1) * size] = part

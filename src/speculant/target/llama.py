@@ -48,7 +48,8 @@ class LlamaConfig:
         """Read config.json; `fits` must have agreed."""
         heads = config["num_attention_heads"]
         rope = config.get("rope_parameters") or {}
-        windowed = config["model_type"] == "mistral" or config.get("use_sliding_window", False)
+        kinds = config.get("layer_types")
+        windowed = "sliding_attention" in kinds if kinds else config["model_type"] == "mistral"
         return LlamaConfig(
             model_type=config["model_type"],
             vocab_size=config["vocab_size"],
@@ -83,8 +84,8 @@ def fits(config: Mapping[str, Any]) -> str | None:
         return "biases in every projection"
     if config.get("mlp_bias"):
         return "biases in the MLP"
-    kinds = set(config.get("layer_types") or ["full_attention"])
-    if config.get("use_sliding_window") and len(kinds) > 1:
+    kinds = set(config.get("layer_types") or ())
+    if len(kinds) > 1 or (config.get("use_sliding_window") and not kinds):
         return "layers with and without a sliding window"
     return None
 
@@ -142,7 +143,10 @@ class LlamaTarget:
         device: torch.device | str = "cpu",
     ) -> LlamaTarget:
         """Load config.json and the safetensors of a folder. A missing or extra tensor is an error."""
-        config = LlamaConfig.from_dict(json.loads((folder / "config.json").read_text()))
+        try:
+            config = LlamaConfig.from_dict(json.loads((folder / "config.json").read_text()))
+        except (KeyError, TypeError, ValueError) as error:
+            raise LoadError(f"{folder / 'config.json'}: {error!r} is missing or wrong") from None
         with torch.inference_mode():
             reader = Reader(folder, dtype, torch.device(device))
             size = (config.vocab_size, config.hidden_size)
@@ -184,6 +188,9 @@ class LlamaTarget:
     ) -> tuple[Tensor | None, Tensor | None]:
         """See `Target.forward`."""
         device = self.info.device
+        wrong = [tap for tap in taps if not LAST <= tap < len(self.layers)]
+        if wrong:
+            raise ValueError(f"tap {wrong[0]}: must be LAST or one of 0..{len(self.layers) - 1}")
         tokens, positions = tokens.to(device), positions.to(device)
         hidden = self.embedding(tokens)  # shape: [B, T, H]
         rotary = self._rotary(positions)
@@ -276,7 +283,7 @@ def _read_layer(reader: Reader, config: LlamaConfig, index: int) -> Layer:
     """One layer's tensors, fused and packed. Biases and q/k norms are read where they exist."""
     prefix = f"model.layers.{index}."
     heads, kv = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
-    sizes = {"q": heads, "k": kv, "v": kv}
+    sizes, biased = {"q": heads, "k": kv, "v": kv}, config.model_type == "qwen2"
 
     def fused(names: Mapping[str, int], where: str) -> Linear:
         weights, biases = [], []
@@ -284,12 +291,8 @@ def _read_layer(reader: Reader, config: LlamaConfig, index: int) -> Layer:
             weights.append(
                 reader.take(f"{prefix}{where}.{name}_proj.weight", (size, config.hidden_size))
             )
-            if reader.has(f"{prefix}{where}.{name}_proj.bias"):
+            if biased and where == "self_attn":
                 biases.append(reader.take(f"{prefix}{where}.{name}_proj.bias", (size,)))
-        if biases and len(biases) != len(weights):
-            raise LoadError(
-                f"{reader.folder}: layer {index} has a bias on some of {', '.join(names)}"
-            )
         return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
 
     def norm(name: str, size: int) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .base import LoadError, Target, Tokenizer, UnknownModelError
 from .convert import cache_folder, convert_gguf
 from .tokenizer import line, load_tokenizer, read_json
+from .weights import read_header, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +42,6 @@ KNOWN = {
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 HUB_SKIP = ["*/*", "consolidated*", "*.bin", "*.py"]
-INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 SAMPLE_BYTES, EMBEDDING_BYTES = 1 << 14, 1 << 20
 FAILURES = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, ImportError, OSError)
 """What transformers raises for a folder that it cannot load."""
@@ -130,45 +129,6 @@ def check_folder(folder: Path) -> None:
         raise LoadError(f"{config}: names no model_type: not a transformers model's config")
     for path in weight_files(folder):
         read_header(path)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder; LoadError where there is none or one is missing."""
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if (folder / INDEX).is_file():
-        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing or not names:
-            raise LoadError(
-                f"{folder / INDEX}: names {', '.join(missing[:3]) or 'no file'}, missing"
-            )
-        return [folder / name for name in names]
-    pickles = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt"))
-    if pickles:
-        raise LoadError(
-            f"{folder}: only pickled weights ({pickles[0].name}), which can run code when read: "
-            "convert them to safetensors"
-        )
-    raise LoadError(f"{folder}: no weights ({WEIGHTS} or {INDEX})")
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """Tensor entries of a safetensors file, which must hold every byte that they name."""
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length)) if 2 <= length <= size - 8 else None
-    except (OSError, ValueError) as error:
-        raise LoadError(f"{path}: not a safetensors file ({line(error)}): copy it anew") from None
-    if not isinstance(header, dict):
-        raise LoadError(f"{path}: not a safetensors file, or a truncated one: copy it anew")
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    if end != size:
-        raise LoadError(f"{path}: {size} bytes where its header names {end}: copy it anew")
-    return {name: {**entry, "start": 8 + length} for name, entry in entries.items()}
 
 
 def target_fingerprint(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:

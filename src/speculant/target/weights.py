@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .base import LoadError
 from .linear import Embedding, FileRows
+from .tokenizer import line, read_json
+
+INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
 class Reader:
@@ -21,7 +24,7 @@ class Reader:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.folder, self.dtype, self.device = folder, dtype, device
-        self.files = dict(_tensor_files(folder))
+        self.files = {name: path for path in weight_files(folder) for name in read_header(path)}
 
     def take(
         self, name: str, shape: tuple[int, ...], keep: bool = False, copy: bool = False
@@ -51,9 +54,6 @@ class Reader:
             return Embedding(table.clone())
         return Embedding(table[:0], FileRows(path, place, shape, self.dtype))
 
-    def has(self, name: str) -> bool:
-        return name in self.files
-
     def discard(self, name: str) -> None:
         self.files.pop(name, None)
 
@@ -65,26 +65,52 @@ class Reader:
             )
 
 
-def _tensor_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    from safetensors import SafetensorError, safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-                    yield name, path
-        except SafetensorError as error:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder; LoadError where there is none or one is missing."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).is_file():
+        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing or not names:
             raise LoadError(
-                f"{path}: not a whole safetensors file ({error}): copy it anew"
-            ) from None
+                f"{folder / INDEX}: names {', '.join(missing[:3]) or 'no file'}, missing"
+            )
+        return [folder / name for name in names]
+    pickles = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt"))
+    if pickles:
+        raise LoadError(
+            f"{folder}: only pickled weights ({pickles[0].name}), which can run code when read: "
+            "convert them to safetensors"
+        )
+    raise LoadError(f"{folder}: no weights ({WEIGHTS} or {INDEX})")
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """Tensor entries of a safetensors file, which must hold every byte that they name."""
+    size = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length)) if 2 <= length <= size - 8 else None
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{path}: not a safetensors file ({line(error)}): copy it anew") from None
+    if not isinstance(header, dict):
+        raise LoadError(f"{path}: not a safetensors file, or a truncated one: copy it anew")
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    try:
+        end = 8 + length + max((int(e["data_offsets"][1]) for e in entries.values()), default=0)
+    except (KeyError, TypeError, ValueError, IndexError):
+        raise LoadError(f"{path}: its header is broken: copy it anew") from None
+    if end != size:
+        raise LoadError(f"{path}: {size} bytes where its header names {end}: copy it anew")
+    return {name: {**entry, "start": 8 + length} for name, entry in entries.items()}
 
 
 def _place(path: Path, name: str, dtype: torch.dtype) -> int | None:
     """Where a tensor of this dtype starts in a safetensors file; None when it has another dtype."""
     names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        entry = json.loads(file.read(length))[name]
+    entry = read_header(path)[name]
     if entry["dtype"] != names.get(dtype):
         return None
-    return 8 + length + int(entry["data_offsets"][0])
+    return int(entry["start"]) + int(entry["data_offsets"][0])

@@ -1,0 +1,221 @@
+"""Training samples: requests the target wrote itself, answered by the target, in shards.
+
+A shard is made from its own seed, so it can be made again and an interrupted run goes on with the
+next one that is missing. A sample is one turn: the token ids of the conversation so far, and of the
+answer exactly as it was generated (nothing is tokenised a second time). Only the answer is
+supervised.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..sampling import SamplingParams
+from ..target.base import Tokenizer
+from .prompts import (
+    Message,
+    Unique,
+    document_request,
+    follow_up,
+    looping,
+    opening,
+    second_turn,
+    usable,
+)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the target generated for one prompt."""
+
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+
+
+Generate = Callable[[Sequence[Sequence[int]], Sequence[SamplingParams]], list[Answer]]
+"""Runs prompts (token ids) to the end, in order: the engine, handed in by the caller."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a shard is made of.
+
+    conversations: synthesised requests a shard starts from
+    documents:     share of them that become a long text and a task about it
+    turns:         share of the others that go on for a second and a third turn
+    temperatures:  answers are generated at these, evenly; 0 is greedy
+    max_tokens:    of an answer; documents may be twice as long
+    longest:       samples beyond this many tokens are left out
+    """
+
+    conversations: int = 192
+    documents: float = 0.35
+    turns: float = 0.4
+    temperatures: tuple[float, ...] = (0.0, 0.0, 0.7, 1.0)
+    max_tokens: int = 320
+    longest: int = 2048
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.conversations < 1 or not self.temperatures:
+            raise ValueError("a shard needs at least one conversation and one temperature")
+        if not (0 <= self.documents <= 1 and 0 <= self.turns <= 1):
+            raise ValueError("documents and turns are shares between 0 and 1")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One supervised turn."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+class ShardMaker:
+    """Makes shards: synthesise requests, answer them, go on with further turns and documents."""
+
+    def __init__(self, tokenizer: Tokenizer, generate: Generate, recipe: Recipe) -> None:
+        self.tokenizer, self.generate, self.recipe = tokenizer, generate, recipe
+
+    def make(self, index: int) -> list[Sample]:
+        """The samples of one shard."""
+        rng = random.Random(f"{self.recipe.seed}/{index}")
+        requests = self._requests(rng)
+        documents = round(len(requests) * self.recipe.documents)
+        first = [[_user(document_request(text, rng))] for text in requests[:documents]]
+        first += [[_user(text)] for text in requests[documents:]]
+        samples, answers = self._answer(first, rng, documents)
+        second: list[list[Message]] = []
+        for i, (messages, answer) in enumerate(zip(first, answers, strict=True)):
+            if answer is None:
+                continue
+            if i < documents:
+                # half of the tasks stand alone with the document, half go on in its conversation
+                task = follow_up(answer.text, rng)
+                before = [*messages, _assistant(answer.text)] if rng.random() < 0.5 else []
+                second.append([*before, _user(task)])
+            elif rng.random() < self.recipe.turns:
+                turn = _user(second_turn(rng))
+                second.append([*messages, _assistant(answer.text), turn])
+        more, answers = self._answer(second, rng)
+        samples += more
+        third = [
+            [*messages, _assistant(answer.text), _user(second_turn(rng))]
+            for messages, answer in zip(second, answers, strict=True)
+            if answer is not None and rng.random() < self.recipe.turns
+        ]
+        return samples + self._answer(third, rng)[0]
+
+    def _requests(self, rng: random.Random) -> list[str]:
+        """Distinct, usable requests; one in three of what the target writes is thrown away."""
+        wanted, unique = self.recipe.conversations, Unique()
+        start = opening(self.tokenizer)
+        params = [_with(start.params, 0.9, rng) for _ in range(wanted + wanted // 2)]
+        answers = self.generate([start.ids] * len(params), params)
+        texts = [a.text.strip() for a in answers if a.finish_reason == "stop"]
+        return [text for text in texts if usable(text) and unique(text)][:wanted]
+
+    def _answer(
+        self, conversations: Sequence[list[Message]], rng: random.Random, documents: int = 0
+    ) -> tuple[list[Sample], list[Answer | None]]:
+        """Answer conversations; samples, and per conversation the answer when it can go on.
+
+        Loops are dropped: a head learns them in no time, and then scores well on nothing else.
+        """
+        prompts = [self.tokenizer.chat(messages) for messages in conversations]
+        recipe, params = self.recipe, []
+        for i, prompt in enumerate(prompts):
+            room = max(1, recipe.longest - len(prompt))
+            most = min(recipe.max_tokens * (2 if i < documents else 1), room)
+            base = SamplingParams(max_tokens=most, temperature=0.0)
+            params.append(_with(base, rng.choice(recipe.temperatures), rng))
+        fits = [i for i, p in enumerate(prompts) if len(p) < recipe.longest - 16]
+        done = self.generate([prompts[i] for i in fits], [params[i] for i in fits])
+        answers: list[Answer | None] = [None] * len(prompts)
+        samples = []
+        for i, answer in zip(fits, done, strict=True):
+            if len(answer.token_ids) < 2 or looping(answer.text):
+                continue
+            samples.append(Sample(prompts[i], answer.token_ids))
+            if answer.finish_reason == "stop":
+                answers[i] = answer
+        return samples, answers
+
+
+def shard_path(folder: Path, index: int) -> Path:
+    """Where a shard lies."""
+    return folder / f"shard-{index:05d}.safetensors"
+
+
+def write_shard(path: Path, samples: Sequence[Sample]) -> None:
+    """Write samples to a temporary file, then rename: a shard is whole or not there."""
+    from safetensors.torch import save_file
+
+    if not samples:
+        raise ValueError(f"{path}: no sample to write")
+    tokens = torch.tensor([t for s in samples for t in (*s.prompt, *s.answer)], dtype=torch.int32)
+    prompts = torch.tensor([len(s.prompt) for s in samples], dtype=torch.int32)
+    answers = torch.tensor([len(s.answer) for s in samples], dtype=torch.int32)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    try:
+        save_file({"tokens": tokens, "prompt_lengths": prompts, "answer_lengths": answers}, part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_shard(path: Path) -> list[Sample]:
+    """The samples of a shard. Raises ValueError for lengths that do not add up."""
+    from safetensors.torch import load_file
+
+    data: dict[str, Tensor] = load_file(path)
+    tokens = data["tokens"].tolist()
+    samples, at = [], 0
+    pairs = zip(data["prompt_lengths"].tolist(), data["answer_lengths"].tolist(), strict=True)
+    for prompt, answer in pairs:
+        samples.append(Sample(tokens[at : at + prompt], tokens[at + prompt : at + prompt + answer]))
+        at += prompt + answer
+    if at != len(tokens):
+        raise ValueError(
+            f"{path}: lengths add up to {at} of {len(tokens)} tokens: delete the shard"
+        )
+    return samples
+
+
+def make_shards(
+    maker: ShardMaker, folder: Path, answer_tokens: int
+) -> Iterator[tuple[int, list[Sample], int]]:
+    """Make missing shards until their answers hold `answer_tokens`: (index, samples, tokens so far)."""
+    total, index = 0, 0
+    while total < answer_tokens:
+        path = shard_path(folder, index)
+        if path.exists():
+            samples = read_shard(path)
+        else:
+            samples = maker.make(index)
+            write_shard(path, samples)
+        total += sum(len(s.answer) for s in samples)
+        yield index, samples, total
+        index += 1
+
+
+def _with(params: SamplingParams, temperature: float, rng: random.Random) -> SamplingParams:
+    values = vars(params) | {"temperature": temperature, "seed": rng.getrandbits(48)}
+    return SamplingParams(**values)
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str) -> Message:
+    return {"role": "assistant", "content": text}
