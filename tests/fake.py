@@ -13,8 +13,9 @@ from torch import Tensor
 
 from speculant.cache import CacheRows, KVCache
 from speculant.drafts.base import Draft, DraftRow, Feedback
+from speculant.history import History
 from speculant.proposal import Proposal
-from speculant.sampling import History, Random, SamplingParams
+from speculant.sampling import Random, SamplingParams
 from speculant.target.base import LAST, TargetInfo
 
 HIDDEN, HEADS, HEAD_DIM, KV_HEADS, LAYERS = 16, 2, 8, 1, 2

@@ -164,7 +164,7 @@ def test_json_has_the_documented_keys(models: Models) -> None:
     out = as_json(PROMPT, "--max-tokens", "20")
     assert set(out) == {
         *("text", "token_ids", "finish_reason", "usage", "metrics"),
-        *("seed", "draft", "target"),
+        *("seed", "draft", "target", "decoding", "rule"),
     }
     assert set(out["usage"]) == {"prompt_tokens", "completion_tokens"}
     assert set(out["metrics"]) == COUNTERS
@@ -342,7 +342,9 @@ def coloured(output: str) -> list[tuple[str, str]]:
 
 def test_show_draft_colours_every_token_by_its_origin(models: Models) -> None:
     args = (PROMPT, "--max-tokens", "40", "--ignore-eos", "--draft", "lookahead")
+    args += ("--logit-bias", "0=4")
     out = as_json(*args)
+    assert 0 in out["token_ids"][:20]  # colours go on behind an EOS that is ignored
     shown = ok("generate", *args, "--show-draft", FORCE_COLOR="1", TERM="xterm")
     text, legend = shown.rstrip("\n").rsplit("\n", 1)
     runs = coloured(text)
@@ -530,7 +532,7 @@ def test_no_room_for_the_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_errors_of_the_system_are_one_line(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(error: Exception) -> Callable[..., Any]:
+    def failing(error: BaseException) -> Callable[..., Any]:
         def load(*_: Any, **__: Any) -> Any:
             raise error
 
@@ -543,7 +545,7 @@ def test_errors_of_the_system_are_one_line(models: Models, monkeypatch: pytest.M
     ):
         monkeypatch.setattr("speculant.target.load.load_target", failing(error))
         fails(run("generate", "hi"), code)
-    monkeypatch.setattr("speculant.target.load.load_target", failing(KeyboardInterrupt()))  # type: ignore[arg-type]
+    monkeypatch.setattr("speculant.target.load.load_target", failing(KeyboardInterrupt()))
     result = run("generate", "hi")
     assert (result.exit_code, result.stderr) == (130, "\ninterrupted\n")
 

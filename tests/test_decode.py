@@ -124,7 +124,7 @@ def exact(
     target: FakeTarget, prompt: list[int], params: SamplingParams, length: int
 ) -> dict[tuple[int, ...], float]:
     """Exact distribution of `length` tokens of plain decoding, from uncached forwards."""
-    from speculant.sampling import History
+    from speculant.history import History
 
     out: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):

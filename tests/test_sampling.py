@@ -27,9 +27,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from speculant.history import History
 from speculant.sampling import (
     TOP_P_SHORTLIST,
-    History,
     Random,
     SamplingParams,
     broken_rows,

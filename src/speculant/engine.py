@@ -12,9 +12,10 @@ from typing import Any
 from .control import Fixed
 from .decode import Decoder, Row
 from .drafts.base import Draft
+from .history import History
 from .metrics import Counters
 from .request import Completion, Piece, Prompt, RequestError, check_request, prompt_ids
-from .sampling import History, Random, SamplingParams
+from .sampling import Random, SamplingParams
 from .target.base import Target
 from .text import TextStream
 

@@ -120,7 +120,9 @@ def transformers_plain(folder: str, target: Target, params: SamplingParams) -> C
     Its prefill is taken off by timing a generation of one token, so that both count decoding only.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.info.dtype).eval()
 
     def timed(ids: torch.Tensor, count: int) -> tuple[int, float]:
@@ -188,6 +190,7 @@ def measure_core(
     from ..target.load import load_target, resolve
 
     target = load_target(target_name)
+    _weight_bytes(target)  # refuses what cannot be measured before anything is
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     contenders = {"plain": ours(target, load_draft("none", target), params)}
     for name in drafts:

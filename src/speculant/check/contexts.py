@@ -11,9 +11,10 @@ from ..decode import Decoder, Row
 from ..drafts import load_draft
 from ..drafts.base import Draft
 from ..engine import generate_many
+from ..history import History
 from ..proposal import ROOT, Proposal
 from ..request import prompt_ids
-from ..sampling import History, Random, SamplingParams, draw, to_probs
+from ..sampling import Random, SamplingParams, draw, to_probs
 from ..target.base import Target
 from ..text import TextStream
 from ..tree import forward_layout

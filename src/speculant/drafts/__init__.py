@@ -24,6 +24,7 @@ def _ngram(
 ) -> Draft:
     from .ngram import NgramDraft
 
+    _check_depth("ngram", num_draft_tokens, target)
     return NgramDraft(num_draft_tokens, max_ngram, min_ngram)
 
 
@@ -41,7 +42,15 @@ def _vanilla(
 ) -> Draft:
     from .vanilla import for_target
 
+    _check_depth("vanilla", num_draft_tokens, target)
     return for_target(target, model, num_draft_tokens, layers)
+
+
+def _check_depth(name: str, count: int, target: Target) -> None:
+    """The engine reserves cache for a whole proposal, which never needs to outgrow the context."""
+    if not 1 <= count <= target.info.context_length:
+        most = target.info.context_length
+        raise ValueError(f"draft {name!r}: num_draft_tokens is {count}: must be from 1 to {most}")
 
 
 DRAFTS: dict[str, tuple[str, Callable[..., Draft]]] = {

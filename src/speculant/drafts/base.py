@@ -8,8 +8,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..history import History
 from ..proposal import Proposal
-from ..sampling import History, Random, SamplingParams
+from ..sampling import Random, SamplingParams
 
 
 @dataclass

@@ -202,6 +202,10 @@ def _device(device: torch.device | str | None) -> torch.device:
         raise UnknownModelError(f"device {device!r}: {line(error)}") from None
     if place.type == "cuda" and not torch.cuda.is_available():
         raise UnknownModelError(f"device {device!r}: this torch finds no CUDA device; use cpu")
+    try:
+        torch.empty(1, device=place).cpu()
+    except (RuntimeError, NotImplementedError) as error:
+        raise UnknownModelError(f"device {device!r}: {line(error)}; use cpu or cuda") from None
     return place
 
 

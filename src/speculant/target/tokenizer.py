@@ -64,8 +64,7 @@ class FileTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the tokenizer's own leading tokens (BOS), if any."""
-        ids: list[int] = self.backend.encode(text).ids
-        return ids
+        return self._ids(text, special=True)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
@@ -74,7 +73,13 @@ class FileTokenizer:
 
     def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a conversation and the opening of the assistant's turn."""
-        ids: list[int] = self.backend.encode(self.render(messages), add_special_tokens=False).ids
+        return self._ids(self.render(messages), special=False)
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        try:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=special).ids
+        except TypeError:
+            raise ValueError("the text holds a lone surrogate: it is not UTF-8 text") from None
         return ids
 
     def render(self, messages: Sequence[dict[str, str]]) -> str:
