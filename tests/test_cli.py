@@ -721,6 +721,7 @@ def test_exit_code_and_options_of_check(models: Models, monkeypatch: pytest.Monk
 
     monkeypatch.setattr("speculant.check.run_checks", stub)
     assert run("check").exit_code == 0
+    assert callable(given.pop("progress"))
     assert given == {"samples": 50_000, "seed": 0, "rule": "block", "depth": None}
     result = run("check", "--seed", "3", "--rule", "token", "-n", "2", "--samples", "4000")
     assert result.exit_code == 1

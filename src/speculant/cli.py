@@ -214,9 +214,19 @@ def check(
         loaded = load_pair(
             target, draft, draft_model, num_draft_tokens, dtype, device, backend, threads
         )
+        from rich.console import Console
+
         from .check import run_checks
 
-        report = run_checks(*loaded, samples=samples, seed=seed, rule=rule, depth=num_draft_tokens)
+        with Console(stderr=True).status("starting") as status:
+            report = run_checks(
+                *loaded,
+                samples=samples,
+                seed=seed,
+                rule=rule,
+                depth=num_draft_tokens,
+                progress=status.update,
+            )
         typer.echo(json.dumps(report.as_dict()) if as_json else report.render())
         if not report.passed:
             raise typer.Exit(1)

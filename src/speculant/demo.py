@@ -40,15 +40,18 @@ class Comparison:
 
 def compare(target: Target, draft: Draft, max_tokens: int = 160, runs: int = 3) -> list[Comparison]:
     """Decode every prompt greedily both ways, alternating; the median run of each way."""
+    from rich.console import Console
+
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     none = load_draft("none", target)
     generate(target, draft, "Hello", SamplingParams(max_tokens=8, temperature=0.0))  # warm up
     out = []
     for task, prompt in PROMPTS:
         both: tuple[list[Completion], list[Completion]] = ([], [])
-        for _ in range(runs):
-            for done, chosen in zip(both, (none, draft), strict=True):
-                done.append(generate(target, chosen, prompt, params))
+        with Console(stderr=True).status(f"{task}: plainly and with {draft.info.name}"):
+            for _ in range(runs):
+                for done, chosen in zip(both, (none, draft), strict=True):
+                    done.append(generate(target, chosen, prompt, params))
         plain, ours = (sorted(d, key=lambda c: c.metrics.tokens_per_s)[runs // 2] for d in both)
         out.append(Comparison(task, plain, ours))
     return out

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,19 +47,28 @@ def run_checks(
     seed: int = 0,
     rule: str = "block",
     depth: int | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
 ) -> Report:
-    """Run every check. depth: tokens to draft a round in the greedy and loop checks."""
+    """Run every check.
+
+    depth: tokens to draft a round in the greedy and loop checks; progress: told what runs now.
+    """
     if samples < 1000:
         raise ValueError(f"samples is {samples}: a chi-square needs at least 1000")
+    progress("looking for a context where the draft proposes")
     prompt, drafting = choose_prompt(target, draft)
     contexts = Contexts(target, draft, prompt)
-    checks = [
-        check_greedy(target, draft, rule, depth),
-        check_forward(target, contexts),
-        *check_distribution(contexts, samples, seed, rule),
-        *check_loop(target, draft, contexts, seed, rule, depth),
-        check_rollback(target, draft, seed, rule, depth),
-    ]
+    checks = []
+    progress("greedy decoding, plain and speculative")
+    checks.append(check_greedy(target, draft, rule, depth))
+    progress("one tree forward against plain forwards")
+    checks.append(check_forward(target, contexts))
+    progress(f"{samples} samples of proposals and rule")
+    checks += check_distribution(contexts, samples, seed, rule)
+    progress("requests through the whole engine")
+    checks += check_loop(target, draft, contexts, seed, rule, depth)
+    progress("replaying the cache after every round")
+    checks.append(check_rollback(target, draft, seed, rule, depth))
     silent = not drafting and draft.info.max_nodes > 0
     return Report(target.info.name, draft.info.name, checks, silent)
 
