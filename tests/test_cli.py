@@ -726,6 +726,7 @@ def test_exit_code_and_options_of_check(models: Models, monkeypatch: pytest.Monk
     result = run("check", "--seed", "3", "--rule", "token", "-n", "2", "--samples", "4000")
     assert result.exit_code == 1
     assert "NOT lossless" in result.stdout
+    assert callable(given.pop("progress"))
     assert given == {"samples": 4000, "seed": 3, "rule": "token", "depth": 2}
 
 
