@@ -1,0 +1,65 @@
+"""Make training shards with the bundled target: self-synthesised requests and its own answers.
+
+Resumable: shards that exist are read, missing ones are made. Example:
+
+    python scripts/make_data.py ~/.cache/speculant/data/smollm2 --answer-tokens 1500000
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from speculant.drafts import load_draft
+from speculant.engine import Engine
+from speculant.sampling import SamplingParams
+from speculant.target.base import Target
+from speculant.target.load import load_target
+from speculant.train.responses import Answer, Recipe, ShardMaker, make_shards
+
+
+def batched(target: Target, rows: int, capacity: int) -> Engine:
+    """One engine for all shards: `rows` requests at once, without speculation.
+
+    At 64 rows a forward is bound by arithmetic, so speculation would only add work.
+    """
+    return Engine(target, load_draft("none", target), max_rows=rows, capacity=capacity)
+
+
+def main() -> None:
+    """Make shards until their answers hold enough tokens."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--target", default="smollm2-135m-instruct")
+    parser.add_argument("--answer-tokens", type=int, default=1_500_000)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    target = load_target(args.target)
+    recipe = Recipe(seed=args.seed)
+    engine = batched(target, args.rows, recipe.longest + 8)
+
+    def generate(
+        prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[Answer]:
+        done = engine.complete([list(p) for p in prompts], params)
+        return [Answer(out.token_ids, out.text, out.finish_reason) for out in done]
+
+    args.folder.mkdir(parents=True, exist_ok=True)
+    maker = ShardMaker(target.tokenizer, generate, recipe)
+    began, before = time.time(), 0
+    for index, samples, total in make_shards(maker, args.folder, args.answer_tokens):
+        took, made = time.time() - began, total - before
+        longest = max(len(s.prompt) + len(s.answer) for s in samples)
+        print(
+            f"shard {index}: {len(samples)} samples, longest {longest}, {made} answer tokens in "
+            f"{took:.0f} s ({made / took:.0f} tokens/s), {total} in all",
+            flush=True,
+        )
+        began, before = time.time(), total
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Training data: what becomes a request, what a sample holds, what a shard keeps.
+
+Independent truth: a tokenizer of one id per character, whose template is written out by hand, and
+a scripted `generate` that records every prompt it is given.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from speculant.sampling import SamplingParams
+from speculant.train.prompts import (
+    Unique,
+    follow_up,
+    looping,
+    opening,
+    read_prompts,
+    usable,
+)
+from speculant.train.responses import (
+    Answer,
+    Recipe,
+    Sample,
+    ShardMaker,
+    make_shards,
+    read_shard,
+    shard_path,
+    write_shard,
+)
+
+
+class Characters:
+    """One id a character; the template is <role>text| and ends with <assistant>."""
+
+    eos_ids = frozenset({ord("|")})
+
+    def __init__(self, has_chat_template: bool = True) -> None:
+        self.has_chat_template = has_chat_template
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(i) for i in ids)
+
+    def chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        text = "".join(f"<{m['role']}>{m['content']}|" for m in messages)
+        return self.encode(text + "<assistant>")
+
+    def fingerprint(self) -> str:
+        return "characters"
+
+
+class Script:
+    """Answers openings with numbered requests, everything else with a text that names its prompt."""
+
+    def __init__(self) -> None:
+        self.tokenizer = Characters()
+        self.prompts: list[str] = []
+        self.params: list[SamplingParams] = []
+        self.loops = False
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[Answer]:
+        out = []
+        for ids, mine in zip(prompts, params, strict=True):
+            prompt = self.tokenizer.decode(ids)
+            self.prompts.append(prompt)
+            self.params.append(mine)
+            if prompt == "<user>":
+                text = f"Please tell me about the number {mine.seed}"
+            elif self.loops:
+                text = "and again we go " * 20
+            else:
+                text = f"An answer number {mine.seed} to you."
+            finish = "stop" if len(text) < mine.max_tokens * 10 else "length"
+            out.append(Answer(self.tokenizer.encode(text + "|"), text, finish))
+        return out
+
+
+def maker(script: Script, **recipe: object) -> ShardMaker:
+    return ShardMaker(Characters(), script, Recipe(**recipe))  # type: ignore[arg-type]
+
+
+def test_opening_is_the_template_up_to_the_users_text() -> None:
+    found = opening(Characters())
+    assert Characters().decode(found.ids) == "<user>"
+    with pytest.raises(ValueError, match=r"no chat template.*--prompts"):
+        opening(Characters(has_chat_template=False))
+
+
+@pytest.mark.real
+def test_opening_of_the_bundled_model(bundled: Path) -> None:
+    from speculant.target.tokenizer import FileTokenizer
+
+    tokenizer = FileTokenizer.from_folder(bundled)
+    ids = opening(tokenizer).ids
+    text = tokenizer.backend.decode(list(ids), skip_special_tokens=False)
+    assert text.endswith("<|im_start|>user\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "good"),
+    [
+        ("What is the capital of Portugal?", True),
+        ("hi", False),
+        ("x" * 2000, False),
+        ("12345 67890 12345", False),
+        ("A half character \ufffd here, sadly", False),
+        ("What does <|im_start|> stand for?", False),
+        ("tell me more and " * 10, False),
+    ],
+)
+def test_usable_requests(text: str, good: bool) -> None:
+    assert usable(text) == good
+
+
+def test_unique_ignores_case_and_punctuation() -> None:
+    unique = Unique(["What is love?"])
+    assert not unique("what is LOVE")
+    assert unique("What is hate?")
+    assert not unique("What is hate")
+
+
+def test_looping() -> None:
+    assert looping("the same four words " * 6)
+    assert not looping(" ".join(str(i) for i in range(100)))
+
+
+def test_a_shard_answers_requests_documents_and_turns() -> None:
+    script = Script()
+    samples = maker(script, conversations=40, documents=0.5, turns=1.0).make(3)
+    texts = [Characters().decode(s.prompt) for s in samples]
+    assert all(text.endswith("|<assistant>") for text in texts)
+    turns = [text.count("<user>") for text in texts]
+    assert {1, 2, 3} <= set(turns)
+    # a task about a document holds the document the target wrote
+    documents = [s for s in samples if "Write a" in Characters().decode(s.prompt)]
+    assert documents
+    written = {Characters().decode(s.answer).rstrip("|") for s in samples}
+    alone = [t for t in texts if "\n\nAn answer number" in t and t.count("<user>") == 1]
+    assert alone
+    assert all(t.split("\n\n")[1].split("|")[0] in written for t in alone)
+    temperatures = {p.temperature for p in script.params}
+    assert temperatures == {0.9, 0.0, 0.7, 1.0}
+    seeds = [p.seed for p in script.params]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_a_shard_repeats_and_shards_differ() -> None:
+    first = maker(Script(), conversations=12).make(0)
+    assert maker(Script(), conversations=12).make(0) == first
+    assert maker(Script(), conversations=12).make(1) != first
+    assert maker(Script(), conversations=12, seed=1).make(0) != first
+
+
+def test_loops_are_left_out() -> None:
+    script = Script()
+    script.loops = True
+    assert maker(script, conversations=8).make(0) == []
+
+
+def test_no_sample_is_longer_than_asked() -> None:
+    script = Script()
+    samples = maker(script, conversations=30, documents=1.0, longest=200).make(0)
+    assert samples
+    assert all(p.max_tokens <= 200 for p in script.params)
+    assert all(len(s.prompt) < 200 for s in samples)
+
+
+def test_shards_round_trip_and_resume(tmp_path: Path) -> None:
+    script = Script()
+    made = list(make_shards(maker(script, conversations=10), tmp_path, 1500))
+    assert made[-1][2] >= 1500
+    assert len(made) > 1
+    asked = len(script.prompts)
+    shard_path(tmp_path, len(made) - 1).unlink()  # as if interrupted before the last was whole
+    again = list(make_shards(maker(script, conversations=10), tmp_path, 1500))
+    assert again == made
+    assert len(script.prompts) - asked < asked  # only the missing shard was made again
+
+
+def test_a_broken_shard_is_named(tmp_path: Path) -> None:
+    path = shard_path(tmp_path, 0)
+    write_shard(path, [Sample([1, 2, 3], [4, 5])])
+    assert read_shard(path) == [Sample([1, 2, 3], [4, 5])]
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    save_file(load_file(path) | {"tokens": torch.zeros(9, dtype=torch.int32)}, path)
+    with pytest.raises(ValueError, match=r"shard-00000.*add up to 5 of 9"):
+        read_shard(path)
+    with pytest.raises(ValueError, match="no sample"):
+        write_shard(path, [])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"conversations": 0}, {"temperatures": ()}, {"documents": 1.5}, {"turns": -0.1}],
+)
+def test_wrong_recipes_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        Recipe(**change)  # type: ignore[arg-type]
+
+
+def test_prompt_files(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    records = [
+        {"prompt": "One?"},
+        {"messages": [{"role": "system", "content": "S"}, {"role": "user", "content": "Two?"}]},
+        {"conversations": [{"from": "human", "value": "Three?"}, {"from": "gpt", "value": "3"}]},
+    ]
+    path.write_text("\n\n".join(json.dumps(r) for r in records))
+    found = list(read_prompts(path))
+    assert found[0] == [{"role": "user", "content": "One?"}]
+    assert [m["role"] for m in found[1]] == ["system", "user"]
+    assert found[2][1] == {"role": "assistant", "content": "3"}
+    plain = tmp_path / "prompts.txt"
+    plain.write_text("First\n\nSecond\n")
+    assert [m[0]["content"] for m in read_prompts(plain)] == ["First", "Second"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["{", '{"text": "x"}', '{"prompt": ""}', '{"messages": [{"role": "user"}]}', "[1]",
+     '{"conversations": [{"from": "alien", "value": "x"}]}'],
+)  # fmt: skip
+def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"prompts\.jsonl:2: not a prompt"):
+        list(read_prompts(path))
+
+
+def test_follow_up_holds_the_whole_document() -> None:
+    text = "A document.\n\nWith {braces} in it."
+    assert follow_up(text, random.Random(0)).endswith(text)
