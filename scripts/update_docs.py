@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from pathlib import Path
@@ -14,12 +13,13 @@ BLOCK = re.compile(r"(<!-- help: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 def help_text(command: str) -> str:
     """What `speculant COMMAND --help` prints, 100 columns wide, without colour."""
-    os.environ.update(COLUMNS="100", TERMINAL_WIDTH="100", NO_COLOR="1")
     from typer.testing import CliRunner
 
     from speculant.cli import app
 
-    out = CliRunner().invoke(app, [command, "--help"], prog_name="speculant", terminal_width=100)
+    env = {"COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1"}
+    options = {"prog_name": "speculant", "terminal_width": 100, "env": env}
+    out = CliRunner().invoke(app, [command, "--help"], **options)
     return "\n".join(line.rstrip() for line in out.output.strip().splitlines())
 
 

@@ -80,6 +80,9 @@ class FakeTarget:
             device=torch.device("cpu"),
         )
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding[tokens]
+
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache(LAYERS, rows, capacity, KV_HEADS, HEAD_DIM, self.info.dtype)
 

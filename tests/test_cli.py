@@ -219,8 +219,10 @@ def test_without_sampling_options_it_is_greedy(models: Models) -> None:
     for args in ((), ("--temperature", "0", "--seed", "3"), ("-t", "1e-6", "--top-p", "0.9")):
         assert as_json(PROMPT, "--max-tokens", "20", *args)["token_ids"] == expected
     for args in (("--top-k", "31"), ("--top-p", "0.99"), ("--min-p", "1e-4"), ("--seed", "1")):
-        ids = as_json(PROMPT, "--max-tokens", "60", "--ignore-eos", *args)["token_ids"]
-        assert ids[:20] != expected[:20], args
+        out = as_json(PROMPT, "--max-tokens", "60", "--ignore-eos", *args)
+        assert out["decoding"] == "sampled", args
+    seeded = ("--max-tokens", "60", "--ignore-eos", "--seed", "1")
+    assert as_json(PROMPT, *seeded)["token_ids"][:20] != expected
 
 
 def test_stop_ends_the_text_before_the_string(models: Models) -> None:
@@ -389,7 +391,7 @@ def label(value: Any) -> str:
 
 
 EARLY = [
-    (["--draft", "eagle9"], "eagle9", "none, ngram, lookahead, vanilla"),
+    (["--draft", "eagle9"], "eagle9", "none, ngram, lookahead, eagle3, vanilla"),
     (["--draft-model", "other"], "--draft-model", "vanilla"),
     (["--max-tokens", "0"], "max_tokens", ">= 1"),
     (["--max-tokens", "-5"], "max_tokens", ">= 1"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -19,7 +20,9 @@ MAX_THREADS = 1024
 TargetName = Annotated[
     str, typer.Option("--target", help=f"{BUNDLED}, a folder, a hub id, or a .gguf file.")
 ]
-DraftName = Annotated[str, typer.Option("--draft", help="ngram, lookahead, vanilla or none.")]
+DraftName = Annotated[
+    str, typer.Option("--draft", help="ngram, lookahead, vanilla, none, or a head's folder.")
+]
 DraftModel = Annotated[
     str | None, typer.Option("--draft-model", help="vanilla: the smaller model, as for --target.")
 ]
@@ -97,8 +100,9 @@ def load_pair(
     """Load the pair; everything that can be refused cheaply is refused before the target loads."""
     from .drafts import DRAFTS, load_draft
 
-    if draft not in DRAFTS:
-        raise ValueError(f"unknown draft {draft!r}: choose one of {', '.join(DRAFTS)}")
+    if draft not in DRAFTS and not (Path(draft) / "config.json").is_file():
+        known = ", ".join(DRAFTS)
+        raise ValueError(f"unknown draft {draft!r}: choose one of {known}, or a head's folder")
     if draft_model is not None and draft != "vanilla":
         raise ValueError(f"--draft-model goes with --draft vanilla, not with {draft}")
     if dtype not in ("float32", "bfloat16"):
@@ -118,7 +122,7 @@ def load_pair(
     if draft_model is not None:
         options["model"] = load_target(draft_model, **parts)
     count, most = num_draft_tokens or 0, loaded.info.context_length
-    if count and draft in ("ngram", "vanilla"):
+    if count and draft not in ("none", "lookahead"):
         options["num_draft_tokens"] = min(count, most)
     made = load_draft(draft, loaded, **options)
     most = min(most, made.info.max_nodes or most)  # the draft none takes any number

@@ -8,9 +8,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..target.base import Target
 from .base import Draft
+
+if TYPE_CHECKING:
+    from ..heads.eagle3 import Eagle3Head
 
 
 def _none(target: Target) -> Draft:
@@ -46,6 +50,35 @@ def _vanilla(
     return for_target(target, model, num_draft_tokens, layers)
 
 
+def _eagle3(
+    target: Target,
+    head: Eagle3Head | str | Path | None = None,
+    num_draft_tokens: int = 5,
+    force: bool = False,
+) -> Draft:
+    from ..heads.weights import check_target, load_head
+    from ..target.load import target_fingerprint
+    from .eagle import Eagle3Draft
+
+    if head is None:
+        raise ValueError("draft 'eagle3' needs a head: give the folder of one as the draft")
+    _check_depth("eagle3", num_draft_tokens, target)
+    loaded = load_head(Path(head), target.info.dtype) if isinstance(head, str | Path) else head
+    folder = target.info.folder
+    if loaded.config.target and folder is not None and not force:
+        check_target(loaded, target_fingerprint(folder, target.tokenizer), target.info.name)
+    c, info = loaded.config, target.info
+    if (c.hidden_size, c.vocab_size) != (info.hidden_size, info.vocab_size):
+        raise ValueError(
+            f"the head is for hidden size {c.hidden_size} and vocabulary {c.vocab_size}; "
+            f"{info.name} has {info.hidden_size} and {info.vocab_size}"
+        )
+    if c.taps[-1] >= info.num_layers:
+        raise ValueError(f"the head taps layer {c.taps[-1]}; {info.name} has {info.num_layers}")
+    loaded = loaded.to(info.device)
+    return Eagle3Draft(loaded, target.embed, info.vocab_size, num_draft_tokens)
+
+
 def _check_depth(name: str, count: int, target: Target) -> None:
     """The engine reserves cache for a whole proposal, which never needs to outgrow the context."""
     if not 1 <= count <= target.info.context_length:
@@ -57,6 +90,7 @@ DRAFTS: dict[str, tuple[str, Callable[..., Draft]]] = {
     "none": ("drafts nothing: plain decoding", _none),
     "ngram": ("copies what followed the last occurrence of the newest tokens", _ngram),
     "lookahead": ("verifies n-grams from a Jacobi window in the target's own forward", _lookahead),
+    "eagle3": ("an EAGLE-3 head on the target's hidden states, drafting a chain", _eagle3),
     "vanilla": ("a smaller model with the same tokenizer, or the target's first layers", _vanilla),
 }
 """Name -> what it does in a line, and its builder: the target, then the draft's options."""
@@ -69,7 +103,12 @@ def draft_options(name: str) -> dict[str, object]:
 
 
 def load_draft(name: str, target: Target, **options: object) -> Draft:
-    """Make a draft for a target; ValueError for a name or an option that is not known."""
+    """Make a draft for a target; ValueError for a name or an option that is not known.
+
+    The folder of a trained head is a name too.
+    """
+    if name not in DRAFTS and (Path(name) / "config.json").is_file():
+        options, name = {"head": Path(name), **options}, "eagle3"
     if name not in DRAFTS:
         raise ValueError(f"unknown draft {name!r}: the drafts are {', '.join(DRAFTS)}")
     known = draft_options(name)

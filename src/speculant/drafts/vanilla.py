@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..cache import KVCache
 from ..proposal import Proposal
-from ..sampling import draw, to_probs_rows
+from ..sampling import to_probs_rows
 from ..target.base import Target
 from .base import DraftInfo, DraftRow, Feedback
+from .sample import argmax_tokens, draw_tokens, sound_rows
 
 DEFAULT_LAYERS = 6
 """Layers of the target that draft for it when no other model is given."""
@@ -81,10 +82,12 @@ class VanillaDraft:
             logits = self._feed([rows[b].slot for b in live], pending)  # shape: [b, V]
             logits = self._adjust(logits, [rows[b] for b in live], [chains[b] for b in live])
             probs = to_probs_rows(logits, [rows[b].params for b in live]) if sampled else logits
-            sound = _sound(logits, probs)
+            sound = sound_rows(logits, probs)
             self._settle([rows[b].slot for b in live], pending, sound)
             live, probs = [live[i] for i in sound], probs[sound]
-            tokens = _draw(probs, [rows[b] for b in live]) if sampled else _argmax(probs)
+            tokens = (
+                draw_tokens(probs, [rows[b] for b in live]) if sampled else argmax_tokens(probs)
+            )
             for b, token in zip(live, tokens, strict=True):
                 chains[b].append(token)
             drawn_from.append((live, probs))
@@ -179,33 +182,6 @@ class VanillaDraft:
             # No NaN may lie behind a row's length: attention's weight 0 times NaN is NaN.
             start = self.cache.lengths[slots[i]]
             self.cache.data[:, :, slots[i], :, start : start + len(pending[i])] = 0
-
-
-def _sound(logits: Tensor, probs: Tensor) -> list[int]:
-    """Rows of logits and probs [b, V] that a token can come from: no NaN or +inf, not all -inf."""
-    finite = logits.amax(dim=-1).isfinite()
-    if probs is not logits:
-        finite = finite & probs.sum(dim=-1).isfinite()
-    return finite.nonzero().flatten().tolist()
-
-
-def _draw(probs: Tensor, rows: Sequence[DraftRow]) -> list[int]:
-    """A token a row of probs [b, V], with the row's own random numbers.
-
-    A greedy row's point mass needs none, so its random stream is left alone.
-    """
-    if not rows:
-        return []
-    uniforms = [0.0 if row.params.greedy else row.random.take(1)[0] for row in rows]
-    at = torch.tensor(uniforms, dtype=torch.float64, device=probs.device)
-    tokens: list[int] = draw(probs, at).tolist()
-    return tokens
-
-
-def _argmax(logits: Tensor) -> list[int]:
-    """The likeliest token a row of logits [b, V], ties to the lowest id."""
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
-    return tokens
 
 
 def for_target(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -52,6 +53,7 @@ class TargetInfo:
     context_length: int
     dtype: torch.dtype
     device: torch.device
+    folder: Path | None = None  # where the weights lie, for the fingerprint
 
 
 class Target(Protocol):
@@ -59,6 +61,10 @@ class Target(Protocol):
 
     info: TargetInfo
     tokenizer: Tokenizer
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] int64 -> input embeddings [..., H], as the first layer gets them."""
+        ...
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` sequences of at most `capacity` tokens."""

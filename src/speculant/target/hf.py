@@ -72,6 +72,12 @@ class HFTarget:
         )
         check_forward(self, model, self.config)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] -> input embeddings [..., H]."""
+        with torch.no_grad():
+            out: Tensor = self.model.get_input_embeddings()(tokens.to(self.info.device))
+        return out
+
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` sequences of at most `capacity` tokens."""
         i = self.info

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..cache import CacheRows, KVCache
+from ..cache import CacheRows, KVCache, additive
 from .base import LAST, LoadError, TargetInfo, Tokenizer
 from .linear import Embedding, Linear
 from .weights import Reader
@@ -171,6 +171,10 @@ class LlamaTarget:
         parts = (self.embedding, self.norm, self.head, self.tokenizer, name)
         return LlamaTarget(self.config, layers, *parts)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] -> input embeddings [..., H]."""
+        return self.embedding(tokens.to(self.info.device))
+
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` sequences of at most `capacity` tokens."""
         i = self.info
@@ -232,9 +236,7 @@ class LlamaTarget:
                 columns[row, start : start + new] = positions[a + row]
             seen &= positions[a:b, :, None] - columns[:, None, :] < window
         groups = self.config.num_heads // self.config.kv_heads
-        bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-        bias.masked_fill_(~seen, float("-inf"))
-        return bias[:, None].repeat(1, 1, groups, 1)
+        return additive(seen, groups, dtype)
 
     def _attend(
         self,
@@ -256,16 +258,8 @@ class LlamaTarget:
             q = F.rms_norm(q, (dim,), layer.q_norm, config.norm_eps)
             k = F.rms_norm(k, (dim,), layer.k_norm, config.norm_eps)
         q, k = _rotate(q, *rotary), _rotate(k, *rotary)
-        cache.write(index, k.transpose(1, 2), v.transpose(1, 2))
-        # shape: [B, Hkv, G * T, D]: query head h = kv * G + g reads K/V head kv
-        q = q.view(rows, new, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
-        q = q.reshape(rows, kv_heads, -1, dim)
-        parts = []
-        for (a, b), mask in zip(cache.runs(), masks, strict=True):
-            keys, values = cache.read(index, a, b)
-            parts.append(F.scaled_dot_product_attention(q[a:b], keys, values, attn_mask=mask))
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        out = out.view(rows, kv_heads, heads // kv_heads, new, dim).permute(0, 3, 1, 2, 4)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # shape: [B, heads or Hkv, T, D]
+        out = cache.attend(index, q, k, v, masks).transpose(1, 2)
         return layer.out(out.reshape(rows, new, -1))
 
 

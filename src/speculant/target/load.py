@@ -7,7 +7,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -79,6 +79,7 @@ def load_target(
         reason = fits(config)
         if reason is None:
             target = LlamaTarget.from_folder(folder, tokenizer, name, kind, place)
+            target.info = replace(target.info, folder=folder)
             _give_back_memory()
             return target
         if backend == "llama":
@@ -253,4 +254,6 @@ def _load_hf(
             names = ", ".join(str(entry) for entry in sorted(report[key], key=str)[:3])
             what = key.removesuffix("_keys")
             raise LoadError(f"{folder}: {what} tensors in the weights: {names}")
-    return HFTarget(model.to(device), tokenizer, name)
+    target = HFTarget(model.to(device), tokenizer, name)
+    target.info = replace(target.info, folder=folder)
+    return target
