@@ -1,0 +1,1 @@
+"""Draft heads: modules and their configs, shared by drafting, training and export."""
