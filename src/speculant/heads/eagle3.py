@@ -56,13 +56,17 @@ class Eagle3Config:
         if not self.taps or list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0:
             raise ValueError(f"taps are {self.taps}: layer ids, ascending, each once")
         if self.num_heads % self.kv_heads:
-            raise ValueError(f"{self.num_heads} heads do not share {self.kv_heads} K/V heads evenly")
+            raise ValueError(
+                f"{self.num_heads} heads do not share {self.kv_heads} K/V heads evenly"
+            )
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
     """vLLM's default for a target of n layers: (2, n // 2, n - 3)."""
     if num_layers < 6:
-        raise ValueError(f"a target of {num_layers} layers is too shallow for default taps: name three")
+        raise ValueError(
+            f"a target of {num_layers} layers is too shallow for default taps: name three"
+        )
     return 2, num_layers // 2, num_layers - 3
 
 
@@ -94,7 +98,9 @@ class Attention(nn.Module):
         """x [B, T, 2 H], positions [B, T] -> [B, T, H]."""
         rows, new, _ = x.shape
         shape, dim = (rows, new, -1, self.config.head_dim), self.config.head_dim
-        q, k, v = (p(x).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(x).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         cos, sin = rotary(positions, dim, self.config.rope_theta, x.dtype)
         mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)  # shape: [B, heads, T, D]
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, new, -1))
@@ -127,7 +133,9 @@ class Layer(nn.Module):
         self.self_attn = Attention(c)
         self.mlp = MLP(c)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
         """embedded, hidden [B, T, H] -> [B, T, H]; the residual is the raw hidden state."""
         x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
         hidden = hidden + self.self_attn(x, positions, attend)
@@ -161,7 +169,9 @@ class Eagle3Head(nn.Module):
         ids = target_ids.unique()
         c = self.config
         if len(ids) != c.draft_vocab_size or len(target_ids) != len(ids):
-            raise ValueError(f"{len(ids)} distinct ids for a draft vocabulary of {c.draft_vocab_size}")
+            raise ValueError(
+                f"{len(ids)} distinct ids for a draft vocabulary of {c.draft_vocab_size}"
+            )
         if int(ids[0]) < 0 or int(ids[-1]) >= c.vocab_size:
             raise ValueError(f"draft ids must be within 0..{c.vocab_size - 1}")
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
@@ -173,7 +183,9 @@ class Eagle3Head(nn.Module):
         out: Tensor = self.fc(taps)
         return out
 
-    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:
         """One pass: embeddings of the next tokens and features or own outputs -> outputs [B, T, H]."""
         out: Tensor = self.midlayer(embedded, hidden, positions, attend)
         return out
