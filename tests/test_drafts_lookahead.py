@@ -189,6 +189,7 @@ def test_window_stays_inside_the_context() -> None:
     while len(row.tokens) < 20:
         row.budget = min(8, 20 - len(row.tokens))
         loop.round()  # the fake target raises past its last position
+    assert row.tokens[15:20] == target.greedy([1, 2, 3] * 5, 5)
 
 
 @pytest.mark.parametrize("options", [(0, 3, 1), (1, 1, 1), (1, 2, 0)])

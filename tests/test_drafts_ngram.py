@@ -98,6 +98,9 @@ def test_a_closed_row_may_still_be_updated() -> None:
     proposal = draft.propose([row])
     draft.close(0)
     commit(draft, row, proposal, [3])
+    assert row.tokens == [1, 2, 3]  # the update went through, and left nothing for the next request
+    draft.open(make_row([1, 2, 4]))
+    assert draft.propose([make_row([1, 2, 4])]).width == 0
 
 
 def test_each_token_is_indexed_once() -> None:

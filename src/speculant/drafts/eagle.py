@@ -23,7 +23,7 @@ from ..heads.eagle3 import Eagle3Head
 from ..proposal import Proposal
 from ..sampling import to_probs_rows
 from .base import DraftInfo, DraftRow, Feedback
-from .sample import argmax_tokens, draw_tokens, sound_rows
+from .sample import argmax_tokens, chain_proposal, draw_tokens, sound_rows
 
 
 @dataclass
@@ -113,14 +113,7 @@ class Eagle3Draft:
                 hidden = self._run(slots, [chains[b][-1:] for b in live], hidden[:, None])[:, 0]
                 for slot in slots:
                     self.cache.advance(slot, 1)
-        proposal = Proposal.chains(chains)
-        if not sampled or not proposal.width:
-            return proposal
-        draft_probs = drawn_from[0][1].new_zeros(len(rows), proposal.width, self.target_vocab)
-        for depth, (members, probs) in enumerate(drawn_from[: proposal.width]):
-            draft_probs[members, depth] = probs
-        chosen = proposal.to(draft_probs.device)
-        return Proposal(chosen.tokens, chosen.parents, draft_probs, chosen.lengths)
+        return chain_proposal(chains, drawn_from, self.target_vocab, sampled)
 
     @torch.inference_mode()
     def update(self, rows: Sequence[DraftRow], feedback: Feedback) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..proposal import Proposal
 from ..sampling import draw
 from .base import DraftRow
 
@@ -36,3 +37,23 @@ def argmax_tokens(logits: Tensor) -> list[int]:
     """The likeliest token a row of logits [b, V], ties to the lowest id."""
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     return tokens
+
+
+def chain_proposal(
+    chains: Sequence[Sequence[int]],
+    drawn_from: Sequence[tuple[Sequence[int], Tensor]],
+    vocab_size: int,
+    sampled: bool,
+) -> Proposal:
+    """A batch of drafted chains. sampled: with draft_probs, else the nodes were chosen.
+
+    drawn_from: per depth, the batch rows that drafted there and their distributions [b, V]
+    """
+    proposal = Proposal.chains(chains)
+    if not sampled or not proposal.width:
+        return proposal
+    draft_probs = drawn_from[0][1].new_zeros(len(chains), proposal.width, vocab_size)
+    for depth, (members, probs) in enumerate(drawn_from[: proposal.width]):
+        draft_probs[members, depth] = probs
+    chosen = proposal.to(draft_probs.device)  # all of a proposal is on one device
+    return Proposal(chosen.tokens, chosen.parents, draft_probs, chosen.lengths)

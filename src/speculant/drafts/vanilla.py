@@ -18,7 +18,7 @@ from ..proposal import Proposal
 from ..sampling import to_probs_rows
 from ..target.base import Target
 from .base import DraftInfo, DraftRow, Feedback
-from .sample import argmax_tokens, draw_tokens, sound_rows
+from .sample import argmax_tokens, chain_proposal, draw_tokens, sound_rows
 
 DEFAULT_LAYERS = 6
 """Layers of the target that draft for it when no other model is given."""
@@ -92,14 +92,7 @@ class VanillaDraft:
                 chains[b].append(token)
             drawn_from.append((live, probs))
             live = [b for b in live if len(chains[b]) < depths[b]]
-        proposal = Proposal.chains(chains)
-        if not sampled or not proposal.width:
-            return proposal
-        draft_probs = drawn_from[0][1].new_zeros(len(rows), proposal.width, self.target_vocab)
-        for depth, (members, probs) in enumerate(drawn_from[: proposal.width]):
-            draft_probs[members, depth] = probs
-        chosen = proposal.to(draft_probs.device)  # all of a proposal is on one device
-        return Proposal(chosen.tokens, chosen.parents, draft_probs, chosen.lengths)
+        return chain_proposal(chains, drawn_from, self.target_vocab, sampled)
 
     def update(self, rows: Sequence[DraftRow], feedback: Feedback) -> None:
         """Roll back to what was committed, the new root left out."""
