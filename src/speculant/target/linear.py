@@ -1,7 +1,7 @@
 """Linear layers and embedding look-ups for few rows.
 
 Speculation lives from a forward of 8 rows that costs little more than one of a single row.
-torch's `F.linear` does not give that on a CPU: SmolLM2's layers take 42 ms for one row and 66 ms
+torch's `F.linear` does not give that on a CPU: SmolLM2's matrices take 42 ms for one row, 66 ms
 for eight on two cores. The same weights prepacked once for oneDNN take 25 and 29 ms, so on a CPU
 the packed operator is used (and only the packed copy is kept); elsewhere `F.linear`.
 """
