@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from speculant.drafts import load_draft
 from speculant.engine import Engine
 from speculant.sampling import SamplingParams
@@ -36,16 +38,22 @@ def main() -> None:
     parser.add_argument("--answer-tokens", type=int, default=1_500_000)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--conversations", type=int, default=Recipe.conversations)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
-    target = load_target(args.target)
-    recipe = Recipe(seed=args.seed)
+    target = load_target(args.target, dtype=getattr(torch, args.dtype))
+    recipe = Recipe(seed=args.seed, conversations=args.conversations)
     engine = batched(target, args.rows, recipe.longest + 8)
 
     def generate(
         prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[Answer]:
-        done = engine.complete([list(p) for p in prompts], params)
-        return [Answer(out.token_ids, out.text, out.finish_reason) for out in done]
+        # rows of like length are read together: hand the prompts over by length
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        done = engine.complete([list(prompts[i]) for i in order], [params[i] for i in order])
+        answers = dict(zip(order, done, strict=True))
+        outs = [answers[i] for i in range(len(prompts))]
+        return [Answer(out.token_ids, out.text, out.finish_reason) for out in outs]
 
     args.folder.mkdir(parents=True, exist_ok=True)
     maker = ShardMaker(target.tokenizer, generate, recipe)

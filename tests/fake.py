@@ -83,6 +83,9 @@ class FakeTarget:
     def embed(self, tokens: Tensor) -> Tensor:
         return self.embedding[tokens]
 
+    def unembed(self, hidden: Tensor) -> Tensor:
+        return (hidden @ self.head).to(_at_least_float(hidden.dtype))
+
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         return KVCache(LAYERS, rows, capacity, KV_HEADS, HEAD_DIM, self.info.dtype)
 

@@ -191,7 +191,9 @@ def _attention(rows: CacheRows, head: Eagle3Head) -> Callable[[Tensor, Tensor, T
     groups = head.config.num_heads // head.config.kv_heads
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        biases = [additive(rows.visible(a, b, None), groups, queries.dtype) for a, b in rows.runs()]
+        biases = [
+            additive(rows.visible(a, b, None), groups, queries.dtype) for a, b in rows.stretches()
+        ]
         return rows.attend(0, queries, keys, values, biases)
 
     return attend

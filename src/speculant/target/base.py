@@ -66,6 +66,10 @@ class Target(Protocol):
         """Token ids [...] int64 -> input embeddings [..., H], as the first layer gets them."""
         ...
 
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """States after the final norm [..., H] (tap LAST) -> logits [..., V] float32: the LM head."""
+        ...
+
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` sequences of at most `capacity` tokens."""
         ...

@@ -78,6 +78,20 @@ class HFTarget:
             out: Tensor = self.model.get_input_embeddings()(tokens.to(self.info.device))
         return out
 
+    @torch.no_grad()
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """States after the final norm [..., H] -> logits [..., V] float32.
+
+        Raises LoadError for a model that scales or caps its logits outside its LM head.
+        """
+        reason = _logits_reason(self.config)
+        if reason is not None:
+            raise LoadError(f"{self.info.name}: {reason}, so its LM head alone gives other logits")
+        out: Tensor = self.model.get_output_embeddings()(
+            hidden.to(self.info.device, self.info.dtype)
+        )
+        return out.float()
+
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` sequences of at most `capacity` tokens."""
         i = self.info
@@ -184,6 +198,15 @@ def _decoder_layers(body: nn.Module, count: int, name: str) -> nn.ModuleList:
             f"{name}: no list of {count} decoder layers found to tap hidden states from"
         )
     return min(lists, key=lambda pair: pair[0])[1]
+
+
+def _logits_reason(config: Any) -> str | None:
+    """What a model does to its logits behind the LM head, or None."""
+    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
+        value = getattr(config, key, None)
+        if value is not None and value != 1:
+            return f"{key} is {value}"
+    return None
 
 
 def _stack(parts: Sequence[Tensor]) -> Tensor | None:

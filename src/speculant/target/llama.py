@@ -175,6 +175,11 @@ class LlamaTarget:
         """Token ids [...] -> input embeddings [..., H]."""
         return self.embedding(tokens.to(self.info.device))
 
+    @torch.inference_mode()
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """States after the final norm [..., H] -> logits [..., V] float32."""
+        return self.head(hidden.to(self.info.device, self.info.dtype)).float()
+
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` sequences of at most `capacity` tokens."""
         i = self.info
@@ -198,7 +203,7 @@ class LlamaTarget:
         tokens, positions = tokens.to(device), positions.to(device)
         hidden = self.embedding(tokens)  # shape: [B, T, H]
         rotary = self._rotary(positions)
-        masks = [self._mask(a, b, mask, positions, cache) for a, b in cache.runs()]
+        masks = [self._mask(a, b, mask, positions, cache) for a, b in cache.stretches()]
         tapped: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
             if i in taps:
@@ -211,7 +216,7 @@ class LlamaTarget:
             return None, _join(tapped, taps)
         hidden = F.rms_norm(hidden, self.norm.shape, self.norm, self.config.norm_eps)
         tapped[LAST] = hidden
-        logits = self.head(hidden).float() if need_logits else None  # shape: [B, T, V]
+        logits = self.unembed(hidden) if need_logits else None  # shape: [B, T, V]
         return logits, _join(tapped, taps)
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,10 +229,10 @@ class LlamaTarget:
     def _mask(
         self, a: int, b: int, mask: Tensor | None, positions: Tensor, cache: CacheRows
     ) -> Tensor | None:
-        """Additive mask [b - a, 1, G * T, span] of a run; None when everything is visible."""
+        """Additive mask [b - a, 1, G * T, span] of a stretch; None when everything is visible."""
         window, new, dtype = self.config.window, cache.new_tokens, self.info.dtype
-        one_row = b - a == 1 and new == 1
-        if one_row and (window is None or cache.span(a, b) <= window):
+        even = new == 1 and min(cache.starts[a:b]) == max(cache.starts[a:b])
+        if even and (window is None or cache.span(a, b) <= window):
             return None
         seen = cache.visible(a, b, mask)  # shape: [b - a, T, span]
         if window is not None:

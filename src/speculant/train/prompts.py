@@ -42,6 +42,11 @@ FOLLOW_UPS = (
     "What is the main idea of the text below? Quote the sentence that shows it.\n\n{text}",
     "Correct the mistakes in this text and return it in full.\n\n{text}",
 )
+COMPARISONS = (
+    "Compare these two texts.\n\nText 1:\n{text}\n\nText 2:\n{other}",
+    "Write one summary that covers both texts.\n\nFirst:\n{text}\n\nSecond:\n{other}",
+    "Which facts appear in the first text but not in the second?\n\n1. {text}\n\n2. {other}",
+)
 SECOND_TURNS = (
     "Can you explain that in more detail?",
     "Give me an example.",
@@ -123,6 +128,11 @@ def document_request(seed_text: str, rng: random.Random) -> str:
 def follow_up(document: str, rng: random.Random) -> str:
     """A task about a document the target wrote."""
     return rng.choice(FOLLOW_UPS).format(text=document.strip())
+
+
+def comparison(document: str, other: str, rng: random.Random) -> str:
+    """A task about two documents the target wrote."""
+    return rng.choice(COMPARISONS).format(text=document.strip(), other=other.strip())
 
 
 def second_turn(rng: random.Random) -> str:

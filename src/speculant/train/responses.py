@@ -22,6 +22,7 @@ from ..target.base import Tokenizer
 from .prompts import (
     Message,
     Unique,
+    comparison,
     document_request,
     follow_up,
     looping,
@@ -50,6 +51,7 @@ class Recipe:
 
     conversations: synthesised requests a shard starts from
     documents:     share of them that become a long text and a task about it
+    pairs:         share of the documents that stand in one request with another one
     turns:         share of the others that go on for a second and a third turn
     temperatures:  answers are generated at these, evenly; 0 is greedy
     max_tokens:    of an answer; documents may be twice as long
@@ -58,6 +60,7 @@ class Recipe:
 
     conversations: int = 192
     documents: float = 0.35
+    pairs: float = 0.3
     turns: float = 0.4
     temperatures: tuple[float, ...] = (0.0, 0.0, 0.7, 1.0)
     max_tokens: int = 320
@@ -67,8 +70,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.conversations < 1 or not self.temperatures:
             raise ValueError("a shard needs at least one conversation and one temperature")
-        if not (0 <= self.documents <= 1 and 0 <= self.turns <= 1):
-            raise ValueError("documents and turns are shares between 0 and 1")
+        if not all(0 <= share <= 1 for share in (self.documents, self.pairs, self.turns)):
+            raise ValueError("documents, pairs and turns are shares between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -94,14 +97,13 @@ class ShardMaker:
         first += [[_user(text)] for text in requests[documents:]]
         samples, answers = self._answer(first, rng, documents)
         second: list[list[Message]] = []
+        other = ""
         for i, (messages, answer) in enumerate(zip(first, answers, strict=True)):
             if answer is None:
                 continue
             if i < documents:
-                # half of the tasks stand alone with the document, half go on in its conversation
-                task = follow_up(answer.text, rng)
-                before = [*messages, _assistant(answer.text)] if rng.random() < 0.5 else []
-                second.append([*before, _user(task)])
+                second.append(self._task(messages, answer.text, other, rng))
+                other = answer.text
             elif rng.random() < self.recipe.turns:
                 turn = _user(second_turn(rng))
                 second.append([*messages, _assistant(answer.text), turn])
@@ -113,6 +115,15 @@ class ShardMaker:
             if answer is not None and rng.random() < self.recipe.turns
         ]
         return samples + self._answer(third, rng)[0]
+
+    def _task(
+        self, messages: list[Message], document: str, other: str, rng: random.Random
+    ) -> list[Message]:
+        """A request about a document: with another one, alone, or in its own conversation."""
+        if other and rng.random() < self.recipe.pairs:
+            return [_user(comparison(document, other, rng))]
+        before = [*messages, _assistant(document)] if rng.random() < 0.5 else []
+        return [*before, _user(follow_up(document, rng))]
 
     def _requests(self, rng: random.Random) -> list[str]:
         """Distinct, usable requests; one in three of what the target writes is thrown away."""
