@@ -261,3 +261,19 @@ def test_a_rescaling_rope_is_kept_to_its_original_length() -> None:
     config.rope_parameters["original_max_position_embeddings"] = 32
     assert context_length(config) == 32
     assert context_length(AutoConfig.for_model("llama", **SIZES)) == 64
+
+
+def test_the_last_state_and_the_lm_head_give_the_logits(target: HFTarget) -> None:
+    rows = target.new_cache(1, 8).rows([0], 5)
+    logits, last = target.forward(
+        random_tokens(1, 5), torch.arange(5)[None], None, rows, taps=(LAST,)
+    )
+    assert logits is not None and last is not None
+    torch.testing.assert_close(target.unembed(last), logits)
+
+
+def test_logits_scaled_behind_the_lm_head_are_refused() -> None:
+    scaled = HFTarget(build("llama"), FakeTokenizer(), "llama")
+    scaled.config.logit_scale = 0.5
+    with pytest.raises(LoadError, match=r"logit_scale is 0\.5"):
+        scaled.unembed(torch.zeros(1, scaled.info.hidden_size))

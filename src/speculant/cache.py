@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-
 CALL_COLUMNS = 110
 """Cached columns that one row reads in the time that one more call of attention takes; measured."""
 

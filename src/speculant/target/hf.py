@@ -82,7 +82,7 @@ class HFTarget:
     def unembed(self, hidden: Tensor) -> Tensor:
         """States after the final norm [..., H] -> logits [..., V] float32.
 
-        Raises LoadError for a model that scales or caps its logits outside its LM head.
+        Raises LoadError for a model that scales its logits outside its LM head.
         """
         reason = _logits_reason(self.config)
         if reason is not None:
@@ -90,7 +90,8 @@ class HFTarget:
         out: Tensor = self.model.get_output_embeddings()(
             hidden.to(self.info.device, self.info.dtype)
         )
-        return out.float()
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return out.float() if cap is None else cap * torch.tanh(out.float() / cap)
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """An empty cache for `rows` sequences of at most `capacity` tokens."""
@@ -202,7 +203,7 @@ def _decoder_layers(body: nn.Module, count: int, name: str) -> nn.ModuleList:
 
 def _logits_reason(config: Any) -> str | None:
     """What a model does to its logits behind the LM head, or None."""
-    for key in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
+    for key in ("logit_scale", "logits_scaling", "lm_head_multiplier"):
         value = getattr(config, key, None)
         if value is not None and value != 1:
             return f"{key} is {value}"
