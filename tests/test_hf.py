@@ -268,7 +268,8 @@ def test_the_last_state_and_the_lm_head_give_the_logits(target: HFTarget) -> Non
     logits, last = target.forward(
         random_tokens(1, 5), torch.arange(5)[None], None, rows, taps=(LAST,)
     )
-    assert logits is not None and last is not None
+    assert logits is not None
+    assert last is not None
     torch.testing.assert_close(target.unembed(last), logits)
 
 
