@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
-COMMANDS = ("generate", "chat", "check", "demo", "bench")
+COMMANDS = ("generate", "chat", "check", "demo", "bench", "eval", "train", "data")
 BLOCK = re.compile(r"(<!-- help: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

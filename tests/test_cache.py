@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from speculant.cache import CacheRows, KVCache
+from speculant.cache import CacheRows, KVCache, additive
 
 LAYERS, HEADS, DIM = 2, 3, 4
 
@@ -155,6 +155,102 @@ def test_visible_with_a_tree() -> None:
     ]
 
 
+def test_visible_behind_the_lengths() -> None:
+    """Two uncommitted entries lie behind every length, and the new tokens behind those."""
+    cache = new_cache()
+    cache.lengths[:] = [2, 0, 1, 0]
+    mask = torch.tensor(
+        [
+            matrix("1 0 1 0", "0 1 0 1"),  # each sees the entry above it and itself
+            matrix("1 1 1 0", "1 1 1 1"),
+            matrix("0 0 1 0", "0 1 0 1"),
+        ]
+    )
+    rows = cache.rows([0, 1, 2], 2, behind=2)
+    assert rows.span(0, 3) == 6
+    assert rows.visible(0, 3, mask).tolist() == [
+        matrix("1 1 1 0 1 0", "1 1 0 1 0 1"),
+        matrix("1 1 1 0 0 0", "1 1 1 1 0 0"),
+        matrix("1 0 0 1 0 0", "1 0 1 0 1 0"),
+    ]
+    assert rows.visible(1, 3, None).tolist() == [
+        matrix("1 1 1 0 0", "1 1 1 1 0"),
+        matrix("1 1 1 1 0", "1 1 1 1 1"),
+    ]
+    assert rows.select(2, 3).visible(0, 1, mask[2:]).tolist() == [matrix("1 0 0 1 0", "1 0 1 0 1")]
+
+
+@pytest.mark.parametrize("slots", [[2], [0, 2, 3]])
+def test_write_behind_the_lengths(slots: list[int]) -> None:
+    """A round's forwards write one behind the other; the lengths and the rest stay."""
+    cache = new_cache()
+    cache.lengths[:] = [3, 1, 7, 0]
+    cache.data.fill_(-1.0)
+    for step in range(3):
+        tokens = [[10 * slot + 2 * step, 10 * slot + 2 * step + 1] for slot in slots]
+        write(cache.rows(slots, 2, behind=2 * step), tokens)
+    for slot in range(4):
+        start = cache.lengths[slot]
+        for column in range(16):
+            cell = cache.data[0, 1, slot, :, column]
+            written = slot in slots and start <= column < start + 6
+            want = entries([[10 * slot + column - start]], 1)[0, :, 0] if written else -1.0
+            assert bool((cell == want).all())
+    assert cache.lengths == [3, 1, 7, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_attention_over_steps_equals_one_row_at_a_time(data: st.DataObject) -> None:
+    """Steps of a tree over a ragged batch: every query against the keys its mask names, gathered.
+
+    What no mask shows is garbage, finite and large.
+    """
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    heads, new = 2 * HEADS, data.draw(st.integers(1, 3))
+    cache = KVCache(1, 4, 160, HEADS, DIM)
+    cache.data.copy_(torch.randn(cache.data.shape, generator=generator))
+    cache.lengths[:] = data.draw(st.permutations([0, 3, 5, 140]))  # read in stretches
+    slots = sorted(data.draw(st.sets(st.integers(0, 3), min_size=1)))
+    lengths, count = [cache.lengths[s] for s in slots], len(slots)
+    for step in range(3):
+        behind = new * step
+        mask = torch.rand(count, new, behind + new, generator=generator) < 0.5
+        mask[:, range(new), range(behind, behind + new)] = True
+        rows = cache.rows(slots, new, behind)
+        q = torch.randn(count, heads, new, DIM, generator=generator)
+        k, v = torch.randn(2, count, HEADS, new, DIM, generator=generator)
+        cuts = rows.stretches()
+        biases = [additive(rows.visible(a, b, mask), 2, torch.float32) for a, b in cuts]
+        for slot in slots:
+            end = cache.lengths[slot] + behind + new
+            cache.data[:, :, slot, :, end:] = 1e4
+        out = rows.attend(0, q, k, v, biases)
+        for b, slot in enumerate(slots):
+            for i in range(new):
+                uncommitted = mask[b, i].nonzero().flatten() + lengths[b]
+                columns = torch.cat([torch.arange(lengths[b]), uncommitted])
+                for h in range(heads):
+                    keys, values = cache.data[:, 0, slot, h // 2, columns]
+                    weights = (keys @ q[b, h, i] / DIM**0.5).softmax(0)
+                    torch.testing.assert_close(out[b, h, i], weights @ values)
+    assert [cache.lengths[slot] for slot in slots] == lengths
+
+
+def test_erase_zeroes_what_lies_behind() -> None:
+    cache = new_cache()
+    write(cache.rows([0, 1], 5), [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]])
+    for slot in (0, 1):
+        cache.advance(slot, 5)
+    before = cache.data[:, :, 1].clone()
+    cache.erase(0, 2)
+    assert held(cache, 0) == [1, 2]
+    assert bool((cache.data[:, :, 0, :, 2:] == 0).all())
+    assert torch.equal(cache.data[:, :, 1].nan_to_num(), before.nan_to_num())
+    with pytest.raises(ValueError, match="cannot truncate row 0 of 2 to 3"):
+        cache.erase(0, 3)
+
+
 @settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_any_interleaving_against_lists(data: st.DataObject) -> None:
@@ -231,6 +327,8 @@ def test_refusals() -> None:
     assert cache.rows([0, 1], 1).starts == (3, 0)
     with pytest.raises(ValueError, match=r"holds 4 .*3 \+ 2 do not fit"):
         cache.rows([0, 1], 2)
+    with pytest.raises(ValueError, match=r"3 \+ 2 do not fit"):
+        cache.rows([0], 1, behind=1)
     with pytest.raises(ValueError, match="each once"):
         cache.rows([1, 1], 1)
     for count in (-1, 2):

@@ -30,7 +30,7 @@ from speculant.check import Check, Report
 from speculant.cli import app
 from speculant.target.base import LoadError
 
-COMMANDS = ("generate", "chat", "check", "demo", "bench")
+COMMANDS = ("generate", "chat", "check", "demo", "bench", "eval", "train", "data")
 PROMPT = "abcabcab"
 COUNTERS = {
     "num_drafts",
@@ -391,7 +391,7 @@ def label(value: Any) -> str:
 
 
 EARLY = [
-    (["--draft", "eagle9"], "eagle9", "none, ngram, lookahead, eagle3, vanilla"),
+    (["--draft", "eagle9"], "eagle9", "none, ngram, lookahead, vanilla, medusa, eagle1, eagle2, eagle3"),
     (["--draft-model", "other"], "--draft-model", "vanilla"),
     (["--max-tokens", "0"], "max_tokens", ">= 1"),
     (["--max-tokens", "-5"], "max_tokens", ">= 1"),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fake import HIDDEN, FakeTarget
 from speculant.drafts import load_draft
-from speculant.drafts.eagle import Eagle3Draft
+from speculant.drafts.eagle import EagleDraft
 from speculant.engine import Engine, generate, generate_many
 from speculant.heads.eagle3 import Eagle3Config, Eagle3Head, default_taps
 from speculant.heads.weights import HeadError, check_target, load_head, save_head
@@ -85,7 +85,7 @@ PROMPTS = [[5, 9, 3], [7], [1, 2, 3, 4, 5, 6, 1, 2, 3], [31, 30, 29, 31, 30]]
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 
 
-class Spy(Eagle3Draft):
+class Spy(EagleDraft):
     """Checks every greedy proposal against `plain_chain`."""
 
     seen = 0
@@ -94,7 +94,11 @@ class Spy(Eagle3Draft):
         proposal = super().propose(rows)
         for b, row in enumerate(rows):
             count = int(proposal.num_nodes[b])
-            want = plain_chain(TARGET, self.head, row.tokens, count) if len(row.tokens) > 1 else []
+            want = (
+                plain_chain(TARGET, self.passes.head, row.tokens, count)
+                if len(row.tokens) > 1
+                else []
+            )
             assert proposal.tokens[b, :count].tolist() == want
             assert count == min(row.budget, self.info.max_nodes) or len(row.tokens) == 1
             Spy.seen += count
@@ -139,7 +143,7 @@ def test_sampled_rows_equal_alone(target: FakeTarget, rule: str) -> None:
 def test_draft_probs_are_what_was_drawn_from(target: FakeTarget) -> None:
     """Only tokens of the draft vocabulary have probability, and they sum to one."""
     head = make_head(2)
-    engine = Engine(target, Eagle3Draft(head, target.embed, VOCAB, 3), max_rows=2, capacity=64)
+    engine = Engine(target, EagleDraft(head, target.embed, VOCAB, 3), max_rows=2, capacity=64)
     engine.submit(PROMPTS[0], SamplingParams(max_tokens=20, temperature=0.9, seed=1))
     engine.step()
     row = engine._running[0].running
@@ -157,14 +161,14 @@ def test_a_head_with_nan_costs_speed_only(target: FakeTarget) -> None:
     head = make_head()
     with torch.no_grad():
         head.midlayer.mlp.down_proj.weight[0, 0] = math.nan
-    draft = Eagle3Draft(head, target.embed, VOCAB, 3)
+    draft = EagleDraft(head, target.embed, VOCAB, 3)
     out = generate(target, draft, PROMPTS[0], GREEDY)
     assert out.token_ids == target.greedy(PROMPTS[0], 24)
     assert out.metrics.num_draft_tokens == 0
 
 
 def test_a_context_shorter_than_the_targets(target: FakeTarget) -> None:
-    draft = Eagle3Draft(make_head(context_length=12), target.embed, VOCAB, 3)
+    draft = EagleDraft(make_head(context_length=12), target.embed, VOCAB, 3)
     for prompt in (PROMPTS[0], list(range(1, 20))):
         out = generate(target, draft, prompt, GREEDY)
         assert out.token_ids == target.greedy(prompt, 24)
@@ -230,7 +234,7 @@ def test_broken_heads_are_refused(tmp_path: Path, change: Any, words: str) -> No
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format": "other"}, "not an EAGLE-3 head"),
+        ({"format": "other"}, "not a head of this package"),
         ({"taps": [1, 0]}, "ascending"),
         ({"draft_vocab_size": 99}, "draft_vocab_size"),
         ({"what": 1}, "no head's config"),
@@ -255,5 +259,5 @@ def test_another_targets_head_is_refused(target: FakeTarget) -> None:
         load_draft("eagle3", wide, head=head)
     with pytest.raises(ValueError, match="taps layer 5"):
         load_draft("eagle3", target, head=make_head(taps=(0, 5)))
-    with pytest.raises(ValueError, match="needs a head"):
-        load_draft("eagle3", target)
+    with pytest.raises(ValueError, match="train one: speculant train eagle3"):
+        load_draft("eagle3", target)  # no bundled head, or one that is not for this target

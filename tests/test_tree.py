@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from speculant.proposal import Proposal, Window
 from speculant.tree import (
     ancestor_mask,
+    best_nodes,
     depths,
     forward_layout,
     is_chain,
@@ -162,3 +163,52 @@ def test_broken_proposals_are_refused() -> None:
         Proposal(tokens, torch.tensor([-1, 0]), torch.full((1, 1, 4), 0.25))
     with pytest.raises(ValueError, match="Window"):
         Window(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2, 2, dtype=torch.bool))
+
+
+@st.composite
+def scored_trees(draw: st.DrawFn) -> tuple[list[int], list[float]]:
+    """Candidates, parents first, none better than its parent; few values, so that many tie."""
+    parents = draw(parents_arrays(most=12).filter(len))
+    scores: list[float] = []
+    for parent in parents:
+        above = scores[parent] if parent >= 0 else 0.0
+        scores.append(above - draw(st.sampled_from([0.0, 0.5, 1.0, float("inf")])))
+    return parents, scores
+
+
+@settings(max_examples=200, deadline=None)
+@given(trees=st.lists(scored_trees(), min_size=1, max_size=3), count=st.integers(1, 14))
+def test_best_nodes(trees: list[tuple[list[int], list[float]]], count: int) -> None:
+    """The m best and no other, ties to the first, ancestors included, the same tree re-indexed."""
+    total = max(len(parents) for parents, _ in trees)
+    above = torch.full((len(trees), total), -1)
+    scores = torch.full((len(trees), total), -torch.inf)
+    for b, (parents, mine) in enumerate(trees):
+        above[b, : len(parents)] = torch.tensor(parents)
+        scores[b, : len(mine)] = torch.tensor(mine)
+    kept, parents_kept, lengths = best_nodes(scores, above, count)
+    width = min(count, total)
+    assert kept.shape == parents_kept.shape == (len(trees), width)
+    for b, (parents, mine) in enumerate(trees):
+        real = [i for i in range(len(mine)) if mine[i] > float("-inf")]
+        want = sorted(sorted(real, key=lambda i: (-mine[i], i))[:count])
+        n = int(lengths[b])
+        nodes, tree = kept[b, :n].tolist(), parents_kept[b].tolist()
+        assert nodes == want
+        for node, parent in zip(nodes, tree[:n], strict=True):
+            assert (nodes[parent] if parent >= 0 else -1) == parents[node]
+        assert tree[n:] == list(range(n - 1, width - 1))  # padding goes on like a chain
+    Proposal(kept, parents_kept, lengths=lengths)  # parents come before their children
+    again = best_nodes(scores, above, count)
+    assert all(torch.equal(a, b) for a, b in zip((kept, parents_kept, lengths), again, strict=True))
+
+
+def test_best_nodes_by_hand() -> None:
+    """The example drawn in `drafts/eagle_tree.py`."""
+    #                         a    b   aa   ab   ba    bb  aaa   aab  baa   bab
+    scores = torch.tensor([[0.6, 0.3, 0.4, 0.1, 0.2, 0.05, 0.3, 0.05, 0.1, 0.02]])
+    parents = torch.tensor([[-1, -1, 0, 0, 1, 1, 2, 2, 4, 4]])
+    kept, above, lengths = best_nodes(scores, parents, 5)
+    assert kept.tolist() == [[0, 1, 2, 4, 6]]  # a, b, aa, ba, aaa
+    assert above.tolist() == [[-1, -1, 0, 1, 2]]
+    assert lengths.tolist() == [5]

@@ -51,19 +51,22 @@ class KVCache:
         """Keys and values of one layer, each [R, Hkv, C, D], as views."""
         return self._layers[index]
 
-    def rows(self, slots: Sequence[int], new_tokens: int) -> CacheRows:
+    def rows(self, slots: Sequence[int], new_tokens: int, behind: int = 0) -> CacheRows:
         """The rows of one forward that adds `new_tokens` tokens behind each slot's length.
 
+        behind: entries that earlier forwards of a round left behind every length, uncommitted; the
+        new ones are written after them, and the mask says which of them each new token sees.
         Raises ValueError when they do not fit, or a slot comes twice.
         """
         if not slots or len(set(slots)) != len(slots):
             raise ValueError(f"cache slots {list(slots)}: there must be some, and each once")
         starts = [self.lengths[slot] for slot in slots]
-        if max(starts) + new_tokens > self.capacity:
+        if max(starts) + behind + new_tokens > self.capacity:
             raise ValueError(
-                f"cache holds {self.capacity} tokens a row; {max(starts)} + {new_tokens} do not fit"
+                f"cache holds {self.capacity} tokens a row; {max(starts)} + {behind + new_tokens} "
+                "do not fit"
             )
-        return CacheRows(self, tuple(slots), tuple(starts), new_tokens)
+        return CacheRows(self, tuple(slots), tuple(starts), new_tokens, behind)
 
     def advance(self, slot: int, count: int) -> None:
         """Make the `count` entries just written behind a row's length part of it."""
@@ -93,15 +96,28 @@ class KVCache:
             raise ValueError(f"cannot truncate row {slot} of {self.lengths[slot]} to {length}")
         self.lengths[slot] = length
 
+    def erase(self, slot: int, length: int) -> None:
+        """Roll a row back to `length` tokens and zero what lies behind, where NaN was written.
+
+        Attention gives what lies behind a length the weight 0, and 0 x NaN is NaN.
+        """
+        self.truncate(slot, length)
+        self.data[:, :, slot, :, length:] = 0
+
 
 @dataclass(frozen=True)
 class CacheRows:
-    """The part of a cache that one forward reads and writes: B rows, T new tokens each."""
+    """The part of a cache that one forward reads and writes: B rows, T new tokens each.
+
+    Columns of row r: its cached tokens [0, starts[r]), then `behind` uncommitted entries, then the
+    new tokens.
+    """
 
     cache: KVCache
     slots: tuple[int, ...]
     starts: tuple[int, ...]
     new_tokens: int
+    behind: int = 0
 
     @cached_property
     def _runs(self) -> list[tuple[int, int]]:
@@ -130,18 +146,20 @@ class CacheRows:
         return self._stretches
 
     def span(self, a: int, b: int) -> int:
-        """Columns that batch rows [a, b) need: their longest row and the new tokens."""
-        return max(self.starts[a:b]) + self.new_tokens
+        """Columns that batch rows [a, b) need: their longest row, what is behind it, the new tokens."""
+        return max(self.starts[a:b]) + self.behind + self.new_tokens
 
     def select(self, a: int, b: int) -> CacheRows:
         """Batch rows [a, b) alone."""
-        return CacheRows(self.cache, self.slots[a:b], self.starts[a:b], self.new_tokens)
+        slots, starts = self.slots[a:b], self.starts[a:b]
+        return CacheRows(self.cache, slots, starts, self.new_tokens, self.behind)
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Write new keys and values [B, Hkv, T, D] behind each row's length."""
+        """Write new keys and values [B, Hkv, T, D] behind each row's length and its `behind`."""
         cached_keys, cached_values = self.cache.layer(layer)
         if len(self.slots) == 1:
-            slot, start, end = self.slots[0], self.starts[0], self.starts[0] + self.new_tokens
+            slot, start = self.slots[0], self.starts[0] + self.behind
+            end = start + self.new_tokens
             cached_keys[slot, :, start:end] = keys[0]
             cached_values[slot, :, start:end] = values[0]
             return
@@ -158,23 +176,25 @@ class CacheRows:
     def visible(self, a: int, b: int, mask: Tensor | None) -> Tensor:
         """Which columns each new token of batch rows [a, b) may attend to: [b - a, T, span] bool.
 
-        mask: [B, T, T] bool or None (causal), visibility among the new tokens. Row r sees its
-        cached columns [0, starts[r]), then the new ones that `mask` allows, and nothing past:
+        mask: [B, T, behind + T] bool or None (causal), visibility among the uncommitted entries and
+        the new tokens. Row r sees its cached columns [0, starts[r]), then what `mask` allows, and
+        nothing past:
 
             starts = 3, T = 2, causal, span = 6:   1 1 1 1 0 0
                                                    1 1 1 1 1 0
         """
         device, new = self.cache.data.device, self.new_tokens
+        width = self.behind + new
         starts = torch.tensor(self.starts[a:b], device=device)
         columns = torch.arange(self.span(a, b), device=device)
         seen = (columns < starts[:, None])[:, None, :].repeat(1, new, 1)
         if mask is None:
-            among = torch.ones(new, new, dtype=torch.bool, device=device).tril()
-            among = among.expand(b - a, new, new)
+            among = torch.ones(new, width, dtype=torch.bool, device=device).tril(self.behind)
+            among = among.expand(b - a, new, width)
         else:
             among = mask[a:b].to(device)
-        index = (starts[:, None] + torch.arange(new, device=device))[:, None, :]
-        return seen.scatter(2, index.expand(b - a, new, new), among)
+        index = (starts[:, None] + torch.arange(width, device=device))[:, None, :]
+        return seen.scatter(2, index.expand(b - a, new, width), among)
 
     def attend(
         self,
@@ -203,7 +223,7 @@ class CacheRows:
     @cached_property
     def _index(self) -> tuple[Tensor, Tensor]:
         device = self.cache.data.device
-        starts = torch.tensor(self.starts, device=device)
+        starts = torch.tensor(self.starts, device=device) + self.behind
         columns = starts[:, None] + torch.arange(self.new_tokens, device=device)
         return torch.tensor(self.slots, device=device)[:, None], columns
 

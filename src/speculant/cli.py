@@ -9,11 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
+from .commands.bench import bench
+from .commands.eval import evaluate
+from .commands.train import data, train
 from .options import (
     BUNDLED,
     AsJson,
     Backend,
     Bias,
+    Commands,
     Device,
     DraftModel,
     DraftName,
@@ -26,6 +30,7 @@ from .options import (
     MinTokens,
     NumDraft,
     Presence,
+    Raw,
     Repetition,
     Rule,
     Seed,
@@ -38,6 +43,7 @@ from .options import (
     Threads,
     TopK,
     TopP,
+    Tree,
     check_prompt,
     check_rule,
     check_text,
@@ -45,12 +51,12 @@ from .options import (
     message_for,
     parse_biases,
     resolve_temperature,
-    set_threads,
     user_errors,
 )
 
 app = typer.Typer(
     name="speculant",
+    cls=Commands,
     help="Lossless speculative decoding: the target's own text, in fewer passes over its weights.",
     no_args_is_help=True,
     add_completion=False,
@@ -82,6 +88,7 @@ def generate(
     draft: DraftName = "ngram",
     draft_model: DraftModel = None,
     num_draft_tokens: NumDraft = None,
+    tree: Tree = None,
     rule: Rule = "block",
     max_tokens: MaxTokens = 256,
     temperature: Temperature = None,
@@ -99,9 +106,7 @@ def generate(
     seed: Seed = None,
     logprobs: Logprobs = None,
     system: System = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="No chat template: continue the text.")
-    ] = False,
+    raw: Raw = False,
     as_json: AsJson = False,
     show_draft: ShowDraft = False,
     dtype: Dtype = "float32",
@@ -134,7 +139,7 @@ def generate(
         text = sys.stdin.read() if prompt == "-" else prompt
         check_prompt(text, system, raw)
         loaded = load_pair(
-            target, draft, draft_model, num_draft_tokens, dtype, device, backend, threads
+            target, draft, draft_model, num_draft_tokens, dtype, device, backend, threads, tree
         )
         message = message_for(loaded[0], text, system, raw)
         if as_json:
@@ -159,6 +164,7 @@ def chat(
     draft: DraftName = "ngram",
     draft_model: DraftModel = None,
     num_draft_tokens: NumDraft = None,
+    tree: Tree = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = None,
     top_k: TopK = 0,
@@ -184,7 +190,7 @@ def chat(
         )
         check_text("--system", system or "")
         loaded = load_pair(
-            target, draft, draft_model, num_draft_tokens, dtype, device, backend, threads
+            target, draft, draft_model, num_draft_tokens, dtype, device, backend, threads, tree
         )
         from .chat import converse
 
@@ -197,10 +203,9 @@ def check(
     draft: DraftName = "ngram",
     draft_model: DraftModel = None,
     num_draft_tokens: NumDraft = None,
+    tree: Tree = None,
     rule: Rule = "block",
-    samples: Annotated[
-        int, typer.Option("--samples", help="Speculative samples to draw.")
-    ] = 50_000,
+    samples: Annotated[int, typer.Option("--samples", help="Samples to draw.")] = 50_000,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the samples.")] = 0,
     as_json: AsJson = False,
     dtype: Dtype = "float32",
@@ -212,7 +217,7 @@ def check(
     with user_errors():
         check_rule(rule)
         loaded = load_pair(
-            target, draft, draft_model, num_draft_tokens, dtype, device, backend, threads
+            target, draft, draft_model, num_draft_tokens, dtype, device, backend, threads, tree
         )
         from rich.console import Console
 
@@ -237,47 +242,24 @@ def demo(
     target: TargetName = BUNDLED,
     draft: DraftName = "ngram",
     draft_model: DraftModel = None,
+    tree: Tree = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens a text.")] = 160,
     threads: Threads = None,
 ) -> None:
     """Show the same text with speculation and plainly, side by side."""
     with user_errors():
-        loaded = load_pair(target, draft, draft_model, None, "float32", "cpu", "auto", threads)
+        usual = (None, "float32", "cpu", "auto")
+        loaded = load_pair(target, draft, draft_model, *usual, threads, tree)
         from .demo import compare, show
 
         if not show(*loaded, compare(*loaded, max_tokens=max_tokens)):
             raise typer.Exit(1)
 
 
-@app.command()
-def bench(
-    target: TargetName = BUNDLED,
-    drafts: Annotated[str, typer.Option("--drafts", help="Comma-separated.")] = "ngram,lookahead",
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens a prompt.")] = 96,
-    runs: Annotated[int, typer.Option("--runs", help="Measured runs, after a warm-up.")] = 3,
-    peers: Annotated[bool, typer.Option(help="Compare with transformers' generate.")] = True,
-    threads: Threads = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure this machine: speed against plain and transformers, t(k), loop time, memory."""
-    with user_errors():
-        if runs < 1 or max_tokens < 2:
-            raise ValueError("--runs must be at least 1 and --max-tokens at least 2")
-        from .drafts import DRAFTS
-
-        names = [name.strip() for name in drafts.split(",")]
-        for name in names:
-            if name not in DRAFTS or name == "none":
-                known = ", ".join(n for n in DRAFTS if n != "none")
-                raise ValueError(f"--drafts: unknown draft {name!r}: choose from {known}")
-        set_threads(threads)
-        from rich.console import Console
-
-        from .bench.measure import measure_core, render
-
-        with Console(stderr=True).status("starting") as status:
-            report = measure_core(target, names, max_tokens, runs, peers, status.update)
-        typer.echo(json.dumps(report.as_dict()) if as_json else render(report))
+app.command()(bench)
+app.command("eval")(evaluate)
+app.command()(train)
+app.command()(data)
 
 
 def main() -> None:

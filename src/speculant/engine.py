@@ -74,7 +74,7 @@ class Engine:
         self.target = target
         self.draft = copy(draft)  # its per-slot state is this engine's alone, from `start` on
         self.capacity = min(capacity or context, context)
-        most = draft.info.max_nodes
+        most = draft.info.depth
         if num_draft_tokens is not None and most and num_draft_tokens > most:
             raise ValueError(
                 f"num_draft_tokens is {num_draft_tokens}: this {draft.info.name} draft was made for "

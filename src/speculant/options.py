@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from .drafts.base import Draft
@@ -16,18 +16,31 @@ if TYPE_CHECKING:
 
 BUNDLED = "smollm2-135m-instruct"
 MAX_THREADS = 1024
+TREE_NODES = 32
 
 TargetName = Annotated[
     str, typer.Option("--target", help=f"{BUNDLED}, a folder, a hub id, or a .gguf file.")
 ]
 DraftName = Annotated[
-    str, typer.Option("--draft", help="ngram, lookahead, vanilla, none, or a head's folder.")
+    str,
+    typer.Option(
+        "--draft",
+        help="ngram, lookahead, vanilla, medusa, eagle1-3, none, or a head's folder.",
+    ),
 ]
 DraftModel = Annotated[
     str | None, typer.Option("--draft-model", help="vanilla: the smaller model, as for --target.")
 ]
 NumDraft = Annotated[
     int | None, typer.Option("--num-draft-tokens", "-n", help="Tokens to draft a round.")
+]
+Tree = Annotated[
+    int | None,
+    typer.Option(
+        "--tree",
+        help=f"Nodes of a head's tree, {TREE_NODES} without a number; 0 makes EAGLE draft a chain.",
+        show_default=False,
+    ),
 ]
 Rule = Annotated[str, typer.Option("--rule", help="Rule for sampled chains: block or token.")]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")]
@@ -58,10 +71,28 @@ IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after EOS."
 Seed = Annotated[int | None, typer.Option("--seed", help="0 .. 2**63 - 1; default: a new one.")]
 Logprobs = Annotated[int | None, typer.Option("--logprobs", help="Alternatives a token (--json).")]
 System = Annotated[str | None, typer.Option("--system", help="System message.")]
+Raw = Annotated[bool, typer.Option("--raw", help="No chat template: continue the text.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")]
 ShowDraft = Annotated[
     bool, typer.Option("--show-draft", help="Colour tokens: accepted, recovered, bonus.")
 ]
+
+
+class Commands(TyperGroup):
+    """The subcommands. Their `--tree` may come without its number."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give a bare `--tree` its number, then parse as usual."""
+        words: list[str] = []
+        for i, word in enumerate(args):
+            words.append(word)
+            if word == "--tree" and not (args[i + 1 :] and _is_number(args[i + 1])):
+                words.append(str(TREE_NODES))
+        return super().parse_args(ctx, words)
+
+
+def _is_number(word: str) -> bool:
+    return word.lstrip("-").isdigit()
 
 
 def resolve_temperature(
@@ -96,13 +127,16 @@ def load_pair(
     device: str,
     backend: str,
     threads: int | None,
+    tree: int | None = None,
 ) -> tuple[Target, Draft]:
     """Load the pair; everything that can be refused cheaply is refused before the target loads."""
-    from .drafts import DRAFTS, load_draft
+    from .drafts import NEEDS, bundled_head, draft_options, find_draft, load_draft
 
-    if draft not in DRAFTS and not (Path(draft) / "config.json").is_file():
-        known = ", ".join(DRAFTS)
-        raise ValueError(f"unknown draft {draft!r}: choose one of {known}, or a head's folder")
+    name, given = find_draft(draft)
+    if name in NEEDS and not given:
+        bundled_head(NEEDS[name], name)
+    if tree is not None and "tree" not in draft_options(name):
+        raise ValueError(f"--tree goes with medusa and the EAGLE drafts, not with {draft}")
     if draft_model is not None and draft != "vanilla":
         raise ValueError(f"--draft-model goes with --draft vanilla, not with {draft}")
     if dtype not in ("float32", "bfloat16"):
@@ -118,14 +152,14 @@ def load_pair(
 
     parts = {"dtype": getattr(torch, dtype), "device": device, "backend": backend}
     loaded = load_target(target, **parts)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {} if tree is None else {"tree": tree}
     if draft_model is not None:
         options["model"] = load_target(draft_model, **parts)
     count, most = num_draft_tokens or 0, loaded.info.context_length
-    if count and draft not in ("none", "lookahead"):
+    if count and "num_draft_tokens" in draft_options(name):
         options["num_draft_tokens"] = min(count, most)
     made = load_draft(draft, loaded, **options)
-    most = min(most, made.info.max_nodes or most)  # the draft none takes any number
+    most = min(most, made.info.depth or most)  # the draft none takes any number
     if count > most:
         raise ValueError(f"--num-draft-tokens is {count}: {draft} drafts at most {most} here")
     return loaded, made

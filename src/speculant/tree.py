@@ -29,12 +29,7 @@ def chain_rows(proposal: Proposal) -> Tensor:
 
 def depths(parents: Tensor) -> Tensor:
     """Depth of the root (0) and of every node: parents [B, n] -> [B, 1 + n] int64."""
-    rows, n = parents.shape
-    out = torch.zeros(rows, n + 1, dtype=torch.int64, device=parents.device)
-    for i in range(n):
-        above = parents[:, i : i + 1] + 1
-        out[:, i + 1] = out.gather(1, above).squeeze(1) + 1
-    return out
+    return ancestor_mask(parents).sum(dim=2) - 1
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
@@ -50,9 +45,11 @@ def ancestor_mask(parents: Tensor) -> Tensor:
     """
     rows, n = parents.shape
     mask = torch.eye(n + 1, dtype=torch.bool, device=parents.device).repeat(rows, 1, 1)
-    batch = torch.arange(rows, device=parents.device)
-    for i in range(n):
-        mask[:, i + 1] |= mask[batch, parents[:, i] + 1]
+    above = torch.nn.functional.pad(parents + 1, (1, 0))  # shape: [B, 1 + n], the root's is itself
+    while bool(above.any()):  # each pass doubles how far up every row sees
+        mask |= mask.gather(1, above[:, :, None].expand(-1, -1, n + 1))
+        above = above.gather(1, above)
+    mask[:, :, 0] = True
     return mask
 
 
@@ -83,6 +80,32 @@ def shape_parents(branching: Sequence[int]) -> list[int]:
     return parents
 
 
+def best_nodes(scores: Tensor, parents: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` best candidates of every row as a tree: EAGLE-2's reranking (Li et al. 2024b, 4.2).
+
+    scores:  [B, N] cumulative confidence, a product along the path or its logarithm; -inf: none
+    parents: [B, N] int64, the candidate above each, or ROOT; it comes before its children
+
+    A child scores no more than its parent, and of equals the first wins, so whatever is kept has
+    its ancestors with it. Returns the kept candidates [B, m] in their order, m = min(count, N),
+    their parents [B, m] among the kept, and how many are real [B]; padding goes on like a chain.
+    """
+    total, device = scores.shape[1], scores.device
+    width = min(count, total)
+    best, order = scores.sort(dim=1, descending=True, stable=True)
+    absent = best[:, :width] == -torch.inf
+    kept = order[:, :width].masked_fill(absent, total).sort(dim=1).values  # shape: [B, m]
+    place = torch.zeros_like(scores, dtype=torch.int64)  # of every candidate among the kept
+    place = torch.nn.functional.pad(place, (1, 1))  # shape: [B, 1 + N + 1], ROOT's and none's too
+    place.scatter_(1, kept + 1, torch.arange(width, device=device).expand_as(kept))
+    place[:, 0] = ROOT
+    chain = torch.arange(-1, width - 1, device=device)
+    real = kept < total
+    kept = kept.clamp(max=total - 1)
+    above = place.gather(1, parents.gather(1, kept) + 1)
+    return kept, torch.where(real, above, chain), real.sum(dim=1)
+
+
 def leaf_paths(parents: Sequence[int]) -> list[list[int]]:
     """Node indices from the root down to every leaf, in leaf order."""
     inner = set(parents)
@@ -107,7 +130,8 @@ def forward_layout(proposal: Proposal) -> tuple[Tensor, Tensor, Tensor | None]:
     if window is None and is_chain(parents):
         offsets = torch.arange(proposal.width + 1, device=parents.device)
         return proposal.tokens, offsets.expand(len(parents), -1), None
-    offsets, mask = depths(parents), ancestor_mask(parents)
+    mask = ancestor_mask(parents)
+    offsets = mask.sum(dim=2) - 1
     if window is None:
         return proposal.tokens, offsets, mask
     nodes, extra = mask.shape[1], window.tokens.shape[1]

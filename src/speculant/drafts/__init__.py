@@ -8,13 +8,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..target.base import Target
 from .base import Draft
 
 if TYPE_CHECKING:
-    from ..heads.eagle3 import Eagle3Head
+    from ..heads.base import EagleHead
+    from ..heads.medusa import MedusaHead
 
 
 def _none(target: Target) -> Draft:
@@ -50,24 +51,124 @@ def _vanilla(
     return for_target(target, model, num_draft_tokens, layers)
 
 
-def _eagle3(
+def _medusa(
     target: Target,
-    head: Eagle3Head | str | Path | None = None,
-    num_draft_tokens: int = 5,
+    head: MedusaHead | str | Path | None = None,
+    tree: int = 32,
     force: bool = False,
 ) -> Draft:
-    from ..heads.weights import check_target, load_head
-    from ..target.load import target_fingerprint
-    from .eagle import Eagle3Draft
+    from .medusa import MedusaDraft
 
-    if head is None:
-        raise ValueError("draft 'eagle3' needs a head: give the folder of one as the draft")
-    _check_depth("eagle3", num_draft_tokens, target)
-    loaded = load_head(Path(head), target.info.dtype) if isinstance(head, str | Path) else head
-    folder = target.info.folder
-    if loaded.config.target and folder is not None and not force:
-        check_target(loaded, target_fingerprint(folder, target.tokenizer), target.info.name)
-    c, info = loaded.config, target.info
+    _check_tree("medusa", tree, target)
+    return MedusaDraft(_fitting_head("medusa", "medusa", target, head, force), target.unembed, tree)
+
+
+def _eagle1(
+    target: Target,
+    head: EagleHead | str | Path | None = None,
+    num_draft_tokens: int = 5,
+    tree: int = 0,
+    branch: int = 8,
+    force: bool = False,
+) -> Draft:
+    name = "eagle2" if tree else "eagle1"
+    return _eagle(name, "eagle1", target, head, num_draft_tokens, tree, branch, force)
+
+
+def _eagle2(
+    target: Target,
+    head: EagleHead | str | Path | None = None,
+    num_draft_tokens: int = 6,
+    tree: int = 32,
+    branch: int = 8,
+    force: bool = False,
+) -> Draft:
+    if tree < 1:
+        raise ValueError(f"draft 'eagle2' drafts a tree: tree is {tree}; the chain is eagle1")
+    return _eagle("eagle2", "eagle1", target, head, num_draft_tokens, tree, branch, force)
+
+
+def _eagle3(
+    target: Target,
+    head: EagleHead | str | Path | None = None,
+    num_draft_tokens: int = 5,
+    tree: int = 0,
+    branch: int = 8,
+    force: bool = False,
+) -> Draft:
+    return _eagle("eagle3", "eagle3", target, head, num_draft_tokens, tree, branch, force)
+
+
+def _eagle(
+    name: str,
+    kind: str,
+    target: Target,
+    head: EagleHead | str | Path | None,
+    num_draft_tokens: int,
+    tree: int,
+    branch: int,
+    force: bool,
+) -> Draft:
+    from ..heads.eagle1 import Eagle1Head
+    from .eagle import EagleDraft
+
+    _check_depth(name, num_draft_tokens, target)
+    _check_tree(name, tree, target)
+    loaded = _fitting_head(name, kind, target, head, force)
+    if isinstance(loaded, Eagle1Head):
+        loaded.bind(target.unembed)
+    parts = (loaded, target.embed, target.info.vocab_size, num_draft_tokens, tree, branch)
+    return EagleDraft(*parts, name=name)
+
+
+def bundled_head(kind: str, name: str | None = None) -> Path:
+    """Folder of the head of a kind that ships with the package, for the bundled model.
+
+    Raises ValueError with what to do when there is none; name: the draft that asks for it.
+    """
+    folder = Path(__file__).parents[1] / "bundled" / kind
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"draft {name or kind!r} needs a head: {_advice(kind)}")
+    return folder
+
+
+def _advice(kind: str) -> str:
+    return f"give the folder of one as the draft, or train one: speculant train {kind}"
+
+
+def _fitting_head(name: str, kind: str, target: Target, head: Any, force: bool) -> Any:
+    """The head of a draft, loaded if it is a folder, checked against the target, on its device.
+
+    head:  a module, a folder, or None for the bundled one
+    force: skip the fingerprint; sizes must fit all the same
+    """
+    from ..heads.weights import KINDS, load_head
+
+    source = bundled_head(kind, name) if head is None else head
+    loaded: Any = source
+    if isinstance(source, str | Path):
+        loaded = load_head(Path(source), target.info.dtype)
+        if not isinstance(loaded, KINDS[kind][1]):
+            found = next(k for k, (_, module) in KINDS.items() if isinstance(loaded, module))
+            raise ValueError(f"{source} holds a head of kind {found}: draft {name!r} needs {kind}")
+    try:
+        _check_head(loaded, target, force)
+    except ValueError as error:
+        if head is not None:
+            raise
+        bundled = f"the bundled {kind} head is not for {target.info.name}"
+        raise ValueError(f"{bundled}: {_advice(kind)} ({error})") from None
+    return loaded.to(target.info.device)
+
+
+def _check_head(head: Any, target: Target, force: bool) -> None:
+    """Raise ValueError when a head's fingerprint, sizes or taps are not the target's."""
+    from ..heads.weights import check_target
+    from ..target.load import target_fingerprint
+
+    c, info = head.config, target.info
+    if c.target and info.folder is not None and not force:
+        check_target(head, target_fingerprint(info.folder, target.tokenizer), info.name)
     if (c.hidden_size, c.vocab_size) != (info.hidden_size, info.vocab_size):
         raise ValueError(
             f"the head is for hidden size {c.hidden_size} and vocabulary {c.vocab_size}; "
@@ -75,8 +176,6 @@ def _eagle3(
         )
     if c.taps[-1] >= info.num_layers:
         raise ValueError(f"the head taps layer {c.taps[-1]}; {info.name} has {info.num_layers}")
-    loaded = loaded.to(info.device)
-    return Eagle3Draft(loaded, target.embed, info.vocab_size, num_draft_tokens)
 
 
 def _check_depth(name: str, count: int, target: Target) -> None:
@@ -86,14 +185,34 @@ def _check_depth(name: str, count: int, target: Target) -> None:
         raise ValueError(f"draft {name!r}: num_draft_tokens is {count}: must be from 1 to {most}")
 
 
+def _check_tree(name: str, nodes: int, target: Target) -> None:
+    if not 0 <= nodes <= target.info.context_length:
+        most = target.info.context_length
+        raise ValueError(f"draft {name!r}: tree is {nodes}: must be from 0 to {most} nodes")
+
+
 DRAFTS: dict[str, tuple[str, Callable[..., Draft]]] = {
     "none": ("drafts nothing: plain decoding", _none),
     "ngram": ("copies what followed the last occurrence of the newest tokens", _ngram),
     "lookahead": ("verifies n-grams from a Jacobi window in the target's own forward", _lookahead),
-    "eagle3": ("an EAGLE-3 head on the target's hidden states, drafting a chain", _eagle3),
     "vanilla": ("a smaller model with the same tokenizer, or the target's first layers", _vanilla),
+    "medusa": ("extra heads on the target's last hidden state, drafting a fixed tree", _medusa),
+    "eagle1": ("an EAGLE-1 head on the target's last hidden state, drafting a chain", _eagle1),
+    "eagle2": ("an EAGLE-1 head drafting a tree that follows its confidence", _eagle2),
+    "eagle3": ("an EAGLE-3 head on three hidden states, drafting a chain or a tree", _eagle3),
 }
 """Name -> what it does in a line, and its builder: the target, then the draft's options."""
+
+KINDS = {
+    "eagle3": ("eagle3", "head"),
+    "eagle1": ("eagle1", "head"),
+    "medusa": ("medusa", "head"),
+    "vanilla": ("vanilla", "model"),
+}
+"""Kind of a head's folder -> the draft that uses it, and which of its options takes the folder."""
+
+NEEDS = {"medusa": "medusa", "eagle1": "eagle1", "eagle2": "eagle1", "eagle3": "eagle3"}
+"""Draft -> the kind of head that it takes from the package when none is given (`bundled_head`)."""
 
 
 def draft_options(name: str) -> dict[str, object]:
@@ -102,15 +221,30 @@ def draft_options(name: str) -> dict[str, object]:
     return {parameter.name: parameter.default for parameter in parameters[1:]}
 
 
+def find_draft(name: str) -> tuple[str, dict[str, object]]:
+    """The entry of DRAFTS for its name or for a head's folder, and the option with that folder.
+
+    Raises ValueError for what is neither.
+    """
+    if name in DRAFTS:
+        return name, {}
+    folder = Path(name)
+    if not (folder / "config.json").is_file():
+        names = ", ".join(DRAFTS)
+        raise ValueError(f"unknown draft {name!r}: the drafts are {names}, or a head's folder")
+    from ..heads.weights import head_kind
+
+    entry, option = KINDS[head_kind(folder)]
+    return entry, {option: folder}
+
+
 def load_draft(name: str, target: Target, **options: object) -> Draft:
     """Make a draft for a target; ValueError for a name or an option that is not known.
 
     The folder of a trained head is a name too.
     """
-    if name not in DRAFTS and (Path(name) / "config.json").is_file():
-        options, name = {"head": Path(name), **options}, "eagle3"
-    if name not in DRAFTS:
-        raise ValueError(f"unknown draft {name!r}: the drafts are {', '.join(DRAFTS)}")
+    name, given = find_draft(name)
+    options = {**given, **options}
     known = draft_options(name)
     unknown = sorted(set(options) - set(known))
     if unknown:

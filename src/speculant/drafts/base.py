@@ -49,13 +49,27 @@ class Feedback:
 
 @dataclass(frozen=True)
 class DraftInfo:
-    """Name, the hidden states it taps, and the largest proposal it makes."""
+    """Name, the hidden states it taps, and the largest proposal it makes.
+
+    max_nodes: most nodes of a row's proposal, for which the engine reserves cache
+    max_depth: the deepest of them; None is a chain's, as deep as it has nodes
+    """
 
     name: str
     taps: tuple[int, ...] = ()
     max_nodes: int = 0
     max_window: int = 0
     options: dict[str, object] = field(default_factory=dict)
+    max_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_depth is not None and not 0 <= self.max_depth <= self.max_nodes:
+            raise ValueError(f"max_depth is {self.max_depth}: from 0 to max_nodes {self.max_nodes}")
+
+    @property
+    def depth(self) -> int:
+        """The deepest a proposal goes: the largest `DraftRow.budget` that is of use."""
+        return self.max_nodes if self.max_depth is None else self.max_depth
 
 
 class Draft(Protocol):

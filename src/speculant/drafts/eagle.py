@@ -1,4 +1,5 @@
-"""EAGLE-3 drafting (Li et al. 2025): the head runs over the target's features, then on its own outputs.
+"""EAGLE drafting (Li et al. 2024a, 2024b, 2025): the head runs over the target's features, then on
+its own outputs, as a chain or as a dynamic tree.
 
 The head's cache holds one entry per position t: the pair of the target's features at t and token
 t + 1. Between rounds, with tokens[0 .. L-1] committed and the root at L - 1:
@@ -6,8 +7,9 @@ t + 1. Between rounds, with tokens[0 .. L-1] committed and the root at L - 1:
     cached        pairs 0 .. L-2, all from the target's own features
     last output   of pair L - 2, which predicts token L, the first to draft
 
-A drafted token is fed with the head's last output in place of features. Those entries are rolled
-back after verification, and the accepted positions are run again from the target's features.
+A drafted token is fed with the head's last output in place of features. Those entries lie behind
+the cache's length and never become part of it: after verification the accepted positions are run
+again from the target's features.
 """
 
 from __future__ import annotations
@@ -18,12 +20,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..cache import CacheRows, KVCache, additive
-from ..heads.eagle3 import Eagle3Head
+from ..heads.base import EagleHead
 from ..proposal import Proposal
 from ..sampling import to_probs_rows
 from .base import DraftInfo, DraftRow, Feedback
+from .eagle_head import CachedHead
+from .eagle_tree import grow_trees
 from .sample import argmax_tokens, chain_proposal, draw_tokens, sound_rows
+
+MOST_PENDING = 64
+"""Pairs that a row which drafts nothing lets gather before they are run."""
 
 
 @dataclass
@@ -33,32 +39,53 @@ class _Slot:
     output: Tensor | None = None  # [H], the head's output at the last pair
     features: Tensor | None = None  # [m, H], fused features not yet run
     tokens: tuple[int, ...] = ()  # the tokens paired with them
+    off: bool = False  # drafts no more: beyond the head's context, or its state holds NaN
 
 
-class Eagle3Draft:
-    """A chain from an EAGLE-3 head: sampled with `draft_probs`, or chosen when every row is greedy.
+class EagleDraft:
+    """A chain, sampled with `draft_probs` or chosen when every row is greedy; or a dynamic tree.
 
-    head:         the head, on the target's device
-    embed:        token ids -> the target's input embeddings
-    target_vocab: V of the target
+    head:             EAGLE-1's or EAGLE-3's, on the target's device
+    embed:            token ids -> the target's input embeddings
+    target_vocab:     V of the target
+    num_draft_tokens: most tokens of a chain, or depth of the tree
+    tree:             nodes of the tree; 0 drafts a chain
+    branch:           k, nodes expanded a depth and tokens that each offers
     """
 
     def __init__(
         self,
-        head: Eagle3Head,
+        head: EagleHead,
         embed: Callable[[Tensor], Tensor],
         target_vocab: int,
         num_draft_tokens: int = 5,
+        tree: int = 0,
+        branch: int = 8,
+        name: str = "eagle3",
     ) -> None:
-        self.head, self.embed, self.target_vocab = head, embed, target_vocab
-        self.info = DraftInfo("eagle3", head.config.taps, max_nodes=num_draft_tokens)
+        for what, value, least in (
+            ("num_draft_tokens", num_draft_tokens, 1),
+            ("tree", tree, 0),
+            ("branch", branch, 1),
+        ):
+            if value < least:
+                raise ValueError(f"draft {name!r}: {what} is {value}: it must be at least {least}")
+        self.passes = CachedHead(head, embed, target_vocab)
+        self.tree, self.branch = tree, branch
         self.limit = head.config.context_length
-        self.target_ids = head.target_ids
+        options: dict[str, object] = {"num_draft_tokens": num_draft_tokens, "tree": tree}
+        nodes, depth = num_draft_tokens, num_draft_tokens
+        if tree:
+            nodes, depth = tree, min(num_draft_tokens, tree)
+            options["branch"] = branch
+        self.info = DraftInfo(name, head.config.taps, nodes, options=options, max_depth=depth)
 
     def start(self, rows: int, capacity: int) -> None:
-        """Reserve the head's cache."""
-        c, weight = self.head.config, self.head.fc.weight
-        self.cache = KVCache(1, rows, capacity, c.kv_heads, c.head_dim, weight.dtype, weight.device)
+        """Reserve the head's cache: behind a row's length lie what is drafted, or a ragged batch's
+        padding, which is as wide as the longest row's pending pairs."""
+        depth = self.info.depth
+        spare = max(self.branch * (depth - 1) if self.tree else depth, depth + 1, MOST_PENDING)
+        self.passes.start(rows, min(capacity, self.limit) + spare)
         self._slots: dict[int, _Slot] = {}
 
     def open(self, row: DraftRow) -> None:
@@ -67,133 +94,148 @@ class Eagle3Draft:
 
     def close(self, slot: int) -> None:
         """Empty the slot."""
-        self._slots.pop(slot, None)
-        self.cache.truncate(slot, 0)
+        gone = self._slots.pop(slot, None)
+        self.passes.cache.truncate(slot, 0)
+        if gone and gone.output is not None and not bool(gone.output.isfinite().all()):
+            self.passes.cache.erase(slot, 0)  # it left before it could be given up
 
     @torch.inference_mode()
     def prefill(self, row: DraftRow, start: int, hidden: Tensor | None) -> None:
         """Run the pairs of prompt positions [start, start + T), from the target's states."""
         assert hidden is not None
-        end = start + len(hidden)
-        if end > self.limit:  # longer than the head's context: the request goes on undrafted
-            self._slots[row.slot] = _Slot()
+        slot, end = self._slots[row.slot], start + len(hidden)
+        slot.off |= end > self.limit  # longer than the head's context: it goes on undrafted
+        if slot.off:
             return
-        features = self.head.fuse(hidden.to(self.head.fc.weight.dtype))[None]
-        output = self._run([row.slot], [row.tokens[start + 1 : end + 1]], features)
-        self.cache.advance(row.slot, end - start)
-        self._slots[row.slot].output = output[0, -1]
+        tokens, passes = tuple(row.tokens[start + 1 : end + 1]), self.passes
+        slot.features, slot.tokens = passes.head.fuse(hidden.to(passes.dtype)), tokens
+        self._run_pending([row.slot])
 
     @torch.inference_mode()
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
-        """Draft a chain for every row, one pass of the head a depth."""
+        """Draft a chain or a tree for every row, one pass of the head a depth."""
         depths = [self._depth(row) for row in rows]
+        self._catch_up(rows, depths)
         live = [b for b, depth in enumerate(depths) if depth > 0]
-        self._catch_up([rows[b] for b in live])
-        live = [b for b in live if self._slots[rows[b].slot].output is not None]
-        sampled = not all(row.params.greedy for row in rows)
-        chains: list[list[int]] = [[] for _ in rows]
-        drawn_from: list[tuple[list[int], Tensor]] = []  # a depth's rows b and probs [b, V]
-        outputs = [self._slots[rows[b].slot].output for b in live]
-        hidden = torch.stack([h for h in outputs if h is not None]) if live else None
-        while live and hidden is not None:
-            logits = self._logits(hidden, [rows[b] for b in live], [chains[b] for b in live])
-            probs = to_probs_rows(logits, [rows[b].params for b in live]) if sampled else logits
-            sound = sound_rows(logits, probs)
-            live, probs, hidden = [live[i] for i in sound], probs[sound], hidden[sound]
-            picked = (
-                draw_tokens(probs, [rows[b] for b in live]) if sampled else argmax_tokens(probs)
-            )
-            drawn_from.append((live, probs))
-            for b, token in zip(live, picked, strict=True):
-                chains[b].append(token)
-            go_on = [i for i, b in enumerate(live) if len(chains[b]) < depths[b]]
-            live, hidden = [live[i] for i in go_on], hidden[go_on]
-            if live:
-                slots = [rows[b].slot for b in live]
-                hidden = self._run(slots, [chains[b][-1:] for b in live], hidden[:, None])[:, 0]
-                for slot in slots:
-                    self.cache.advance(slot, 1)
-        return chain_proposal(chains, drawn_from, self.target_vocab, sampled)
+        states = [self._slots[rows[b].slot].output for b in live]
+        outputs = [output for output in states if output is not None]
+        if not outputs:
+            return Proposal.chains([[] for _ in rows])
+        hidden = torch.stack(outputs)  # shape: [b, H]
+        finite = hidden.isfinite().all(dim=1).tolist()
+        for b, fine in zip(live, finite, strict=True):
+            if not fine:
+                self._give_up(rows[b].slot)
+        live = [b for b, fine in zip(live, finite, strict=True) if fine]
+        hidden = hidden[finite]
+        if not self.tree:
+            return self._chains(rows, live, depths, hidden)
+        trees: list[tuple[list[int], list[int]]] = [([], []) for _ in rows]
+        if live:
+            parts = ([rows[b] for b in live], [depths[b] for b in live], hidden)
+            grown = grow_trees(self.passes, *parts, self.branch, self.tree)
+            for b, tree in zip(live, grown, strict=True):
+                trees[b] = tree
+        return Proposal.trees(trees)
 
     @torch.inference_mode()
     def update(self, rows: Sequence[DraftRow], feedback: Feedback) -> None:
-        """Roll the cache back to the target's features, and keep the new ones for the next round."""
+        """Keep the target's features of what was committed, for the next round's first pass."""
         assert feedback.hidden is not None
+        batch: list[int] = []
+        sources: list[int] = []  # rows of the target's forward: the root, then accepted nodes
+        taught: list[tuple[_Slot, Sequence[int]]] = []
         for b, row in enumerate(rows):
-            committed, slot = feedback.committed[b], self._slots.get(row.slot)
-            if slot is None or not committed:
-                continue
-            before = len(row.tokens) - len(committed) - 1  # pairs that came from the target
-            done = self.cache.lengths[row.slot]
-            self.cache.truncate(row.slot, min(done, before))
-            sources = [0, *(node + 1 for node in feedback.paths[b])][: len(committed)]
-            taps = feedback.hidden[b, sources].to(self.head.fc.weight.dtype)
-            features, tokens = self.head.fuse(taps), tuple(committed)
+            committed, slot = feedback.committed[b], self._slots[row.slot]
+            slot.off |= len(row.tokens) > self.limit
+            if committed and not slot.off:
+                path = [0, *(node + 1 for node in feedback.paths[b])][: len(committed)]
+                batch += [b] * len(path)
+                sources += path
+                taught.append((slot, committed))
+        if not taught:
+            return
+        taps = feedback.hidden[batch, sources].to(self.passes.dtype)
+        parts = self.passes.head.fuse(taps).split([len(committed) for _, committed in taught])
+        for (slot, committed), features in zip(taught, parts, strict=True):
             if slot.features is not None:  # a round that drafted nothing left some behind
                 features = torch.cat([slot.features, features])
-                tokens = slot.tokens + tokens
-            slot.features, slot.tokens, slot.output = features, tokens, None
+            slot.features, slot.tokens = features, (*slot.tokens, *committed)
+            slot.output = None
+
+    def _chains(
+        self, rows: Sequence[DraftRow], live: list[int], depths: Sequence[int], hidden: Tensor
+    ) -> Proposal:
+        """A chain for each live row, from the head's outputs [b, H] that predict its first token."""
+        passes = self.passes
+        sampled = not all(row.params.greedy for row in rows)
+        chains: list[list[int]] = [[] for _ in rows]
+        drawn_from: list[tuple[list[int], Tensor]] = []  # a depth's rows b and probs [b, V]
+        targets = passes.target_ids.tolist()
+        while live:
+            mine, paths = [rows[b] for b in live], [[chains[b]] for b in live]
+            logits = passes.logits(hidden[:, None], mine, paths.__getitem__)[:, 0]  # [b, Vd]
+            probs = to_probs_rows(logits, [row.params for row in mine]) if sampled else logits
+            sound = sound_rows(logits, probs)
+            for i in set(range(len(live))).difference(sound):  # NaN may lie behind its length
+                passes.cache.erase(mine[i].slot, passes.cache.lengths[mine[i].slot])
+            live, probs, hidden = [live[i] for i in sound], probs[sound], hidden[sound]
+            mine = [rows[b] for b in live]
+            picked = draw_tokens(probs, mine) if sampled else argmax_tokens(probs)
+            if sampled:
+                drawn_from.append((live, passes.widen(probs)))
+            for b, draft_id in zip(live, picked, strict=True):
+                chains[b].append(targets[draft_id])
+            go_on = [i for i, b in enumerate(live) if len(chains[b]) < depths[b]]
+            live, hidden = [live[i] for i in go_on], hidden[go_on]
+            if live:
+                drafted = len(chains[live[0]]) - 1  # entries behind every length
+                tokens = torch.tensor([chains[b][-1:] for b in live], device=passes.device)
+                offsets = torch.tensor([drafted], device=passes.device)
+                slots = [rows[b].slot for b in live]
+                hidden = passes.run(slots, tokens, hidden[:, None], offsets, behind=drafted)[:, 0]
+        return chain_proposal(chains, drawn_from, passes.target_vocab, sampled)
 
     def _depth(self, row: DraftRow) -> int:
         """How far to draft, settled before anything is sampled."""
-        slot, length = self._slots[row.slot], self.cache.lengths[row.slot]
-        known = slot.output is not None or slot.features is not None
-        if not known or length + len(slot.tokens) != len(row.tokens) - 1:
-            return 0  # a prompt of one token, or one longer than the head's context
-        return min(row.budget, self.info.max_nodes, self.limit - len(row.tokens))
+        slot = self._slots[row.slot]
+        if slot.off or (slot.output is None and slot.features is None):
+            return 0  # nothing is known yet behind a prompt of one token
+        return max(0, min(row.budget, self.info.depth, self.limit - len(row.tokens)))
 
-    def _catch_up(self, rows: Sequence[DraftRow]) -> None:
+    def _catch_up(self, rows: Sequence[DraftRow], depths: Sequence[int]) -> None:
         """Run the features of the last round's committed tokens, rows together."""
-        behind = [row.slot for row in rows if self._slots[row.slot].features is not None]
-        if not behind:
-            return
-        slots = [self._slots[s] for s in behind]
+        together: list[int] = []
+        for row, depth in zip(rows, depths, strict=True):
+            waiting = len(self._slots[row.slot].tokens)
+            if waiting > self.info.depth + 1:  # it drafted nothing for some rounds
+                if depth or waiting > MOST_PENDING:
+                    self._run_pending([row.slot])
+            elif waiting and depth:
+                together.append(row.slot)
+        if together:
+            self._run_pending(together)
+
+    def _run_pending(self, numbers: Sequence[int]) -> None:
+        """Run the pending pairs of some slots in one pass, padded at the tail, into the cache."""
+        passes, slots = self.passes, [self._slots[number] for number in numbers]
         width = max(len(slot.tokens) for slot in slots)
-        features = self.head.fc.weight.new_zeros(len(behind), width, self.head.config.hidden_size)
+        features = torch.zeros(
+            len(slots), width, passes.head.config.hidden_size,
+            dtype=passes.dtype, device=passes.device,
+        )  # fmt: skip
         for i, slot in enumerate(slots):
             assert slot.features is not None
             features[i, : len(slot.tokens)] = slot.features
-        outputs = self._run(behind, [slot.tokens for slot in slots], features)
-        for i, (number, slot) in enumerate(zip(behind, slots, strict=True)):
-            self.cache.advance(number, len(slot.tokens))
+        ids = torch.tensor([[*s.tokens, *[0] * (width - len(s.tokens))] for s in slots])
+        offsets = torch.arange(width, device=passes.device)
+        outputs = passes.run(numbers, ids.to(passes.device), features, offsets)
+        for i, (number, slot) in enumerate(zip(numbers, slots, strict=True)):
+            passes.cache.advance(number, len(slot.tokens))
             slot.output = outputs[i, len(slot.tokens) - 1]
             slot.features, slot.tokens = None, ()
 
-    def _run(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], hidden: Tensor) -> Tensor:
-        """One pass over new pairs [b, T] behind each slot's length, padded at the tail: [b, T, H]."""
-        width = hidden.shape[1]
-        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens])
-        rows = self.cache.rows(slots, width)
-        starts = torch.tensor(rows.starts, device=hidden.device)
-        positions = starts[:, None] + torch.arange(width, device=hidden.device)
-        embedded = self.embed(ids).to(hidden)
-        out: Tensor = self.head(embedded, hidden, positions, _attention(rows, self.head))
-        return out
-
-    def _logits(
-        self, hidden: Tensor, rows: Sequence[DraftRow], chains: Sequence[Sequence[int]]
-    ) -> Tensor:
-        """Logits [b, V] over the target's vocabulary; -inf for tokens the head never drafts."""
-        small = self.head.logits(hidden)  # shape: [b, Vd]
-        logits = small.new_full((len(rows), self.target_vocab), -torch.inf)
-        logits[:, self.target_ids] = small
-        if not any(row.history.active for row in rows):
-            return logits
-        adjusted = [
-            row.history.adjust(logits[i : i + 1].to(row.history.device), [chains[i]])
-            for i, row in enumerate(rows)
-        ]
-        return torch.cat(adjusted).to(logits.device)
-
-
-def _attention(rows: CacheRows, head: Eagle3Head) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Causal attention of new pairs over the head's cache."""
-    groups = head.config.num_heads // head.config.kv_heads
-
-    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        biases = [
-            additive(rows.visible(a, b, None), groups, queries.dtype) for a, b in rows.stretches()
-        ]
-        return rows.attend(0, queries, keys, values, biases)
-
-    return attend
+    def _give_up(self, slot: int) -> None:
+        """The head's state of a row holds NaN: the request goes on undrafted."""
+        self._slots[slot] = _Slot(off=True)
+        self.passes.cache.erase(slot, 0)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ..cache import KVCache
+from ..heads.vanilla import VanillaHead
+from ..heads.weights import check_target, head_kind, is_head, load_head
 from ..proposal import Proposal
 from ..sampling import to_probs_rows
 from ..target.base import Target
@@ -179,19 +181,29 @@ class VanillaDraft:
 
 def for_target(
     target: Target,
-    model: Target | str | Path | None = None,
+    model: Target | VanillaHead | str | Path | None = None,
     num_draft_tokens: int = 4,
     layers: int | None = None,
+    force: bool = False,
 ) -> VanillaDraft:
     """A vanilla draft for a target; ValueError when their tokenizers differ.
 
-    model:  a target, or what `load_target` takes; None drafts with the target's own first layers
+    model:  a target, what `load_target` takes, or a trained head or its folder, which drafts with
+            this target's embedding and LM head; None drafts with the target's own first layers
     layers: how many of them (default 6)
+    force:  take a head that was trained for another target
     """
     if model is not None and layers is not None:
         raise ValueError("draft 'vanilla' takes model or layers, not both")
     if model is None:
         drafter = _pruned(target, DEFAULT_LAYERS if layers is None else layers)
+    elif isinstance(model, VanillaHead):
+        drafter = from_head(target, model, force)
+    elif isinstance(model, str | Path) and is_head(Path(model)):
+        head = load_head(Path(model))
+        if not isinstance(head, VanillaHead):
+            raise ValueError(f"{model}: a head of kind {head_kind(Path(model))!r}, not 'vanilla'")
+        drafter = from_head(target, head, force)
     elif isinstance(model, str | Path):
         from ..target.load import load_target
 
@@ -205,6 +217,50 @@ def for_target(
             f"fingerprint {ours}, not {theirs}"
         )
     return VanillaDraft(drafter, target.info.vocab_size, num_draft_tokens)
+
+
+def from_head(target: Target, head: VanillaHead, force: bool = False) -> Target:
+    """The drafting model that a trained head makes with its target's embedding and LM head.
+
+    Raises ValueError (HeadError) for another target's head (`force` aside), for other sizes, and
+    for a target that the fast decoder does not run.
+    """
+    c, info = head.config, target.info
+    extend = getattr(target, "with_layers", None)
+    if extend is None:
+        raise ValueError(
+            f"a vanilla head runs on the fast decoder only, and target {info.name} "
+            f"({info.architecture}) does not: give a whole model as draft"
+        )
+    if (c.hidden_size, c.vocab_size) != (info.hidden_size, info.vocab_size):
+        raise ValueError(
+            f"the head is for hidden size {c.hidden_size} and vocabulary {c.vocab_size}; "
+            f"{info.name} has {info.hidden_size} and {info.vocab_size}"
+        )
+    if c.target and info.folder is not None and not force:
+        from ..target.load import target_fingerprint
+
+        check_target(head, target_fingerprint(info.folder, target.tokenizer), info.name)
+    from ..target.llama import LlamaConfig
+
+    config = LlamaConfig(
+        model_type="llama",
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_layers=c.num_layers,
+        num_heads=c.num_heads,
+        kv_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        norm_eps=c.norm_eps,
+        rope_theta=c.rope_theta,
+        context_length=c.context_length,
+        tied=True,
+        window=None,
+    )
+    name = f"{info.name}, {c.num_layers} trained layers"
+    drafter: Target = extend(head.state_dict(), config, name)
+    return drafter
 
 
 def _pruned(target: Target, layers: int) -> Target:

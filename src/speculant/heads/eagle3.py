@@ -12,16 +12,14 @@ Parameter names are vLLM's, so that export copies tensors and renames none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries [B, heads, T, D], new keys and values [B, kv_heads, T, D] -> mixed values, as queries."""
+from .layers import MLP, Attention, RMSNorm, check_sizes
+from .layers import Attend as Attend
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,7 @@ class Eagle3Config:
             )
         if not self.taps or list(self.taps) != sorted(set(self.taps)) or self.taps[0] < 0:
             raise ValueError(f"taps are {self.taps}: layer ids, ascending, each once")
-        if self.num_heads % self.kv_heads:
-            raise ValueError(
-                f"{self.num_heads} heads do not share {self.kv_heads} K/V heads evenly"
-            )
+        check_sizes(self)
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
@@ -70,58 +65,6 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
-
-
-class Attention(nn.Module):
-    """Projections of the head's attention; its input is embedding and hidden state, 2 H wide."""
-
-    def __init__(self, c: Eagle3Config) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(2 * c.hidden_size, c.num_heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(2 * c.hidden_size, c.kv_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(2 * c.hidden_size, c.kv_heads * c.head_dim, bias=False)
-        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
-        self.config = c
-
-    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """x [B, T, 2 H], positions [B, T] -> [B, T, H]."""
-        rows, new, _ = x.shape
-        shape, dim = (rows, new, -1, self.config.head_dim), self.config.head_dim
-        q, k, v = (
-            p(x).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        cos, sin = rotary(positions, dim, self.config.rope_theta, x.dtype)
-        mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)  # shape: [B, heads, T, D]
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, new, -1))
-        return out
-
-
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, c: Eagle3Config) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., H] -> [..., H]."""
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
 class Layer(nn.Module):
     """The head's decoder layer."""
 
@@ -130,17 +73,21 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
         self.hidden_norm = RMSNorm(c.hidden_size, c.norm_eps)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.self_attn = Attention(c)
+        self.self_attn = Attention(c, 2 * c.hidden_size)
         self.mlp = MLP(c)
 
     def forward(
         self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
     ) -> Tensor:
         """embedded, hidden [B, T, H] -> [B, T, H]; the residual is the raw hidden state."""
-        x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
+        x = self.attention_input(embedded, hidden)
         hidden = hidden + self.self_attn(x, positions, attend)
         out: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
+
+    def attention_input(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """[norm(embedding) ; norm(hidden)], [..., 2 H]."""
+        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], dim=-1)
 
 
 class Eagle3Head(nn.Module):
@@ -190,21 +137,14 @@ class Eagle3Head(nn.Module):
         out: Tensor = self.midlayer(embedded, hidden, positions, attend)
         return out
 
+    def keys_values(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Pairs [B, T, H] -> keys and values [B, kv_heads, T, D], without the rest of the pass."""
+        x = self.midlayer.attention_input(embedded, hidden)
+        return self.midlayer.self_attn.keys_values(x, positions)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Outputs [..., H] -> logits [..., Vd] in float32."""
         out: Tensor = self.lm_head(self.norm(hidden))
         return out.float()
-
-
-def rotary(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, 1, T, D] for positions [B, T]."""
-    steps = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device)
-    angles = positions[..., None].float() / theta ** (steps / dim)  # shape: [B, T, D / 2]
-    angles = torch.cat([angles, angles], dim=-1)[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, heads, T, D], halves convention."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin

@@ -9,25 +9,39 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from .eagle1 import Eagle1Config, Eagle1Head
 from .eagle3 import Eagle3Config, Eagle3Head
+from .medusa import MedusaConfig, MedusaHead
+from .vanilla import VanillaConfig, VanillaHead
 
 FORMAT = "speculant-head-1"
 COMPARED = ("architecture", "hidden_size", "num_layers", "vocab_size", "weights_sha256",
             "tokenizer_sha256")  # fmt: skip
+
+Head: TypeAlias = Eagle3Head | Eagle1Head | MedusaHead | VanillaHead
+
+KINDS: dict[str, tuple[type[Any], type[Any]]] = {
+    "eagle3": (Eagle3Config, Eagle3Head),
+    "eagle1": (Eagle1Config, Eagle1Head),
+    "medusa": (MedusaConfig, MedusaHead),
+    "vanilla": (VanillaConfig, VanillaHead),
+}
+"""Kind of a head -> its config and its module."""
 
 
 class HeadError(ValueError):
     """A head that cannot be loaded or does not belong to this target; one line for the user."""
 
 
-def save_head(head: Eagle3Head, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+def save_head(head: Head, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write a head into a folder: into a temporary one beside it first, then renamed."""
     from safetensors.torch import save_file
 
+    kind = next(kind for kind, (_, module) in KINDS.items() if type(head) is module)
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -36,7 +50,7 @@ def save_head(head: Eagle3Head, folder: Path, dtype: torch.dtype = torch.bfloat1
             for name, t in head.state_dict().items()
         }
         save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-        config = {"format": FORMAT, "kind": "eagle3", **dataclasses.asdict(head.config)}
+        config = {"format": FORMAT, "kind": kind, **dataclasses.asdict(head.config)}
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         old = folder.with_name(f".{folder.name}.old")
         if folder.exists():
@@ -47,20 +61,21 @@ def save_head(head: Eagle3Head, folder: Path, dtype: torch.dtype = torch.bfloat1
         shutil.rmtree(part, ignore_errors=True)
 
 
-def load_head(folder: Path, dtype: torch.dtype = torch.float32) -> Eagle3Head:
-    """Read a head. Raises HeadError for missing, unexpected or misshaped tensors and a broken config.
+def load_head(folder: Path, dtype: torch.dtype = torch.float32) -> Head:
+    """Read a head of any kind. Raises HeadError for a broken config, and for missing, unexpected or
+    misshaped tensors.
 
     Everything that must be read starts as NaN, so that nothing can be left at its first value.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    config = _config(folder)
+    kind, data = _read_config(folder)
     try:
         tensors = load_file(folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
         raise HeadError(f"{folder / 'model.safetensors'}: cannot be read ({error})") from None
-    head = Eagle3Head(config)
+    head = _make(folder, kind, data)
     wanted = head.state_dict()
     missing, extra = sorted(set(wanted) - set(tensors)), sorted(set(tensors) - set(wanted))
     if missing:
@@ -74,14 +89,29 @@ def load_head(folder: Path, dtype: torch.dtype = torch.float32) -> Eagle3Head:
         if want.is_floating_point():
             want.fill_(torch.nan)
     head.load_state_dict(tensors)
-    _check_vocabulary(head, folder)
+    if isinstance(head, Eagle3Head):
+        _check_vocabulary(head, folder)
     bad = [name for name, t in head.state_dict().items() if not bool(t.float().isfinite().all())]
     if bad:
         raise HeadError(f"{folder}: tensor {bad[0]} holds NaN or infinity")
     return head.to(dtype).eval()
 
 
-def check_target(head: Eagle3Head, fingerprint: Mapping[str, Any], name: str) -> None:
+def is_head(folder: Path) -> bool:
+    """True when a folder's config.json says that it is a head of this package."""
+    try:
+        data = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and data.get("format") == FORMAT
+
+
+def head_kind(folder: Path) -> str:
+    """The kind of a head's folder, one of KINDS. Raises HeadError when it is no head."""
+    return _read_config(folder)[0]
+
+
+def check_target(head: Head, fingerprint: Mapping[str, Any], name: str) -> None:
     """Raise HeadError when a head was made for another target than the one of this fingerprint."""
     for key in COMPARED:
         mine = head.config.target.get(key)
@@ -92,18 +122,40 @@ def check_target(head: Eagle3Head, fingerprint: Mapping[str, Any], name: str) ->
             )
 
 
-def _config(folder: Path) -> Eagle3Config:
+def _read_config(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The kind and the config's fields."""
     path = folder / "config.json"
     try:
         data = json.loads(path.read_text())
-        if data.pop("format") != FORMAT or data.pop("kind") != "eagle3":
-            raise HeadError(f"{path}: not an EAGLE-3 head of this package")
-        data["taps"] = tuple(data["taps"])
-        return Eagle3Config(**data)
+        if data.pop("format") != FORMAT:
+            raise HeadError(f"{path}: not a head of this package")
+        kind = data.pop("kind")
+        if kind not in KINDS:
+            raise HeadError(f"{path}: unknown kind of head {kind!r}: one of {', '.join(KINDS)}")
+        return kind, data
     except HeadError:
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise HeadError(f"{path}: no head's config ({type(error).__name__}: {error})") from None
+        raise _no_config(path, error) from None
+
+
+def _make(folder: Path, kind: str, data: Mapping[str, Any]) -> Head:
+    """A head of these sizes, its weights still to be read."""
+    config, module = KINDS[kind]
+    try:
+        head: Head = module(config(**{name: _tuples(value) for name, value in data.items()}))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _no_config(folder / "config.json", error) from None
+    return head
+
+
+def _no_config(path: Path, error: Exception) -> HeadError:
+    return HeadError(f"{path}: no head's config ({type(error).__name__}: {error})")
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as the tuples they were."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _check_vocabulary(head: Eagle3Head, folder: Path) -> None:

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from ..cache import CacheRows, KVCache, additive
 from .base import LAST, LoadError, TargetInfo, Tokenizer
+from .layers import Layer, Tensors, read_layer
 from .linear import Embedding, Linear
 from .weights import Reader
 
@@ -90,20 +91,6 @@ def fits(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Weights of one decoder layer."""
-
-    input_norm: Tensor  # [H]
-    qkv: Linear  # H -> (heads + 2 kv_heads) * D
-    q_norm: Tensor | None  # [D], Qwen3
-    k_norm: Tensor | None
-    out: Linear  # heads * D -> H
-    mlp_norm: Tensor  # [H]
-    gate_up: Linear  # H -> 2 I
-    down: Linear  # I -> H
-
-
 class LlamaTarget:
     """Implements `Target`; see there for the shapes."""
 
@@ -156,7 +143,7 @@ class LlamaTarget:
                 head = Linear(reader.take("model.embed_tokens.weight", size, keep=True))
             else:
                 head = Linear(reader.take("lm_head.weight", size))
-            layers = [_read_layer(reader, config, i) for i in range(config.num_layers)]
+            layers = [read_layer(reader, config, i) for i in range(config.num_layers)]
             norm = reader.take("model.norm.weight", (config.hidden_size,), copy=True)
             embedding = reader.rows("model.embed_tokens.weight", size)
             reader.finish()
@@ -170,6 +157,22 @@ class LlamaTarget:
         layers = self.layers[:num_layers]
         parts = (self.embedding, self.norm, self.head, self.tokenizer, name)
         return LlamaTarget(self.config, layers, *parts)
+
+    def with_layers(
+        self, tensors: Mapping[str, Tensor], config: LlamaConfig, name: str
+    ) -> LlamaTarget:
+        """Other layers and another final norm under this embedding, LM head and tokenizer.
+
+        tensors: `model.layers.{i}...` and `model.norm.weight`, as Hugging Face names them; config:
+        theirs, of this hidden size. A missing, extra or misshaped tensor is a LoadError.
+        """
+        with torch.inference_mode():
+            source = Tensors(name, tensors, self.info.dtype, self.info.device)
+            layers = [read_layer(source, config, i) for i in range(config.num_layers)]
+            norm = source.take("model.norm.weight", (self.config.hidden_size,), copy=True)
+            source.finish()
+        parts = (self.embedding, norm, self.head, self.tokenizer, name)
+        return LlamaTarget(config, layers, *parts)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [...] -> input embeddings [..., H]."""
@@ -276,36 +279,3 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _join(tapped: Mapping[int, Tensor], taps: Sequence[int]) -> Tensor | None:
     return torch.cat([tapped[i] for i in taps], dim=-1) if taps else None
-
-
-def _read_layer(reader: Reader, config: LlamaConfig, index: int) -> Layer:
-    """One layer's tensors, fused and packed. Biases and q/k norms are read where they exist."""
-    prefix = f"model.layers.{index}."
-    heads, kv = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
-    sizes, biased = {"q": heads, "k": kv, "v": kv}, config.model_type == "qwen2"
-
-    def fused(names: Mapping[str, int], where: str) -> Linear:
-        weights, biases = [], []
-        for name, size in names.items():
-            weights.append(
-                reader.take(f"{prefix}{where}.{name}_proj.weight", (size, config.hidden_size))
-            )
-            if biased and where == "self_attn":
-                biases.append(reader.take(f"{prefix}{where}.{name}_proj.bias", (size,)))
-        return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
-
-    def norm(name: str, size: int) -> Tensor:
-        return reader.take(f"{prefix}{name}.weight", (size,), copy=True)
-
-    qk_norm = config.model_type == "qwen3"
-    mid = config.intermediate_size
-    return Layer(
-        input_norm=norm("input_layernorm", config.hidden_size),
-        qkv=fused(sizes, "self_attn"),
-        q_norm=norm("self_attn.q_norm", config.head_dim) if qk_norm else None,
-        k_norm=norm("self_attn.k_norm", config.head_dim) if qk_norm else None,
-        out=Linear(reader.take(f"{prefix}self_attn.o_proj.weight", (config.hidden_size, heads))),
-        mlp_norm=norm("post_attention_layernorm", config.hidden_size),
-        gate_up=fused({"gate": mid, "up": mid}, "mlp"),
-        down=Linear(reader.take(f"{prefix}mlp.down_proj.weight", (config.hidden_size, mid))),
-    )

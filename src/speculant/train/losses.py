@@ -1,108 +1,116 @@
-"""Losses of an EAGLE-3 head against the target's distribution, in float32.
+"""Losses of a draft against the target's distribution, in float32, and what drafting would see.
 
 Divergences lose 9 to 31 % of their gradient in bfloat16 at high acceptance, so logits are raised
-to float32 before any softmax.
+to float32 before any softmax. Everything here is over supervised positions only, one a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ..target.base import Target
+
+LOSSES = ("cross_entropy", "overlap", "mixed")
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's distributions at n supervised positions, over the draft vocabulary.
+
+    probs: [n, Vd], the whole vocabulary's softmax at the draft's tokens: they sum to the mass that
+           the draft vocabulary covers
+    best:  [n] int64, the target's likeliest token as a draft id, -1 when it is outside
+    """
+
+    probs: Tensor
+    best: Tensor
+
+
+def teacher(last: Tensor, weight: Tensor, log_mass: Tensor, best: Tensor) -> Teacher:
+    """The teacher from what was stored, without the whole vocabulary's product.
+
+    last:     [n, H] states after the target's final norm; weight: [Vd, H], the LM head's rows of the
+              draft vocabulary; log_mass: [n], logsumexp of all V logits; best: [n] draft ids or -1
+    """
+    logits = (last @ weight.T).float()  # shape: [n, Vd]
+    # last may have been rounded since log_mass was taken: a probability never passes 1
+    return Teacher((logits - log_mass[:, None]).exp().clamp(max=1.0), best)
+
+
+def whole_vocabulary(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """logsumexp and argmax of logits [n, V]: what `teacher` needs of the target, [n] each."""
+    return logits.float().logsumexp(dim=-1), logits.argmax(dim=-1)
+
 
 @dataclass(frozen=True)
 class StepLoss:
-    """One unrolled step: the loss to minimise, and what drafting would see there.
+    """One step's loss, and what drafting would see there.
 
-    loss:      mean over supervised bases
-    alpha:     mean overlap sum of min(target, draft) over the draft vocabulary: the acceptance of
-               one sampled token, tokens outside the draft vocabulary counting as never drafted
-    top1:      share of bases where head and target agree on the likeliest token: greedy acceptance
-    count:     supervised bases
+    loss:  sum over the n positions
+    alpha: sum of the overlaps sum over x of min(target, draft): acceptance of one sampled token,
+           tokens outside the draft vocabulary counting as never drafted
+    top1:  positions where head and target agree on the likeliest token: greedy acceptance
+    count: n
     """
 
     loss: Tensor
     alpha: float
-    top1: float
+    top1: int
     count: int
 
 
-def teacher(last_hidden: Tensor, lm_head: Tensor, target_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's probabilities over the draft vocabulary, and whether its argmax is in it.
+def step_loss(logits: Tensor, wanted: Teacher, kind: str = "cross_entropy") -> StepLoss:
+    """Loss of one step from the draft's logits [n, Vd].
 
-    last_hidden: [B, T, H] after the target's final norm; lm_head: [V, H]; target_ids: [Vd].
-    Returns probabilities [B, T, Vd] of the whole vocabulary's softmax (they sum to the mass that
-    the draft vocabulary covers) and [B, T] int64, the argmax as a draft id, -1 when outside it.
-    """
-    logits = (last_hidden @ lm_head.T).float()  # shape: [B, T, V]
-    best = logits.argmax(dim=-1)
-    probs = logits.softmax(dim=-1)[..., target_ids]
-    place = torch.full((lm_head.shape[0],), -1, dtype=torch.int64, device=best.device)
-    place[target_ids] = torch.arange(len(target_ids), device=best.device)
-    return probs, place[best]
+    kind: "cross_entropy" against the renormalised teacher; "overlap", 1 - sum of min(p, q), the
+          acceptance probability itself (LK loss, arXiv 2602.23881); "mixed", their sum: overlap has
+          no gradient to speak of while p and q barely meet, cross-entropy always has
 
-
-def step_loss(logits: Tensor, probs: Tensor, best: Tensor, mask: Tensor, kind: str) -> StepLoss:
-    """Loss of one step.
-
-    logits: [B, t, Vd] of the head; probs: [B, t, Vd] and best: [B, t] of the teacher for the same
-    predicted tokens; mask: [B, t] bool, the bases that are supervised
-    kind:   "cross_entropy" against the renormalised teacher, or "overlap", 1 - sum of min(p, q): the
-            acceptance probability itself (LK loss, arXiv 2602.23881)
-
-    Raises ValueError for a mask that supervises nothing.
+    Raises ValueError when nothing is supervised.
     """
     if kind not in LOSSES:
         raise ValueError(f"unknown loss {kind!r}: choose one of {', '.join(LOSSES)}")
-    count = int(mask.sum())
-    if not count:
+    if not len(logits):
         raise ValueError("the loss mask is empty: nothing in this batch is supervised")
-    logp = logits[mask].float().log_softmax(dim=-1)  # shape: [count, Vd]
-    p, top = probs[mask].float(), best[mask]
-    overlap = torch.minimum(p, logp.exp()).sum(dim=-1)
-    if kind == "overlap":
-        loss = (1 - overlap).mean()
-    else:
+    logp = logits.float().log_softmax(dim=-1)  # shape: [n, Vd]
+    p = wanted.probs.float()
+    loss = torch.zeros((), device=logits.device)
+    if kind != "overlap":
         share = p / p.sum(dim=-1, keepdim=True).clamp(min=1e-9)
-        loss = -(share * logp).sum(dim=-1).mean()
+        loss = loss - (share * logp).sum()
+    if kind == "cross_entropy":
+        with torch.no_grad():
+            overlap = torch.minimum(p, logp.exp()).sum()
+    else:
+        overlap = torch.minimum(p, logp.exp()).sum()
+        loss = loss + len(logits) - overlap
     with torch.no_grad():
-        agree = (logp.argmax(dim=-1) == top).float().mean()
-    return StepLoss(loss, float(overlap.detach().mean()), float(agree), count)
+        top1 = int((logp.argmax(dim=-1) == wanted.best).sum())
+    return StepLoss(loss, float(overlap.detach()), top1, len(logits))
 
 
-LOSSES = ("cross_entropy", "overlap")
+def lm_head_rows(target: Target, ids: Tensor) -> Tensor:
+    """The LM head's rows [len(ids), H] of some tokens, read through the head itself."""
+    size, step = target.info.hidden_size, 64
+    out = torch.zeros(len(ids), size, device=ids.device)
+    for a in range(0, size, step):
+        units = torch.eye(size, device=target.info.device)[a : a + step]
+        out[:, a : a + step] = target.unembed(units)[:, ids].T
+    return out
 
 
-def unrolled_loss(
-    logits: Sequence[Tensor],
-    probs: Tensor,
-    best: Tensor,
-    supervised: Tensor,
-    kind: str = "cross_entropy",
-    decay: float = 0.8,
-) -> tuple[Tensor, list[StepLoss]]:
-    """Sum over steps of decay^k times the step's loss, and the steps.
+@dataclass(frozen=True)
+class Outcome:
+    """What a batch gave.
 
-    logits:     of step k, [B, T - 1 - k, Vd] at bases t = 0 .., predicting token t + 2 + k
-    probs:      [B, T, Vd] teacher after token t; best: [B, T]; both at index t speak of token t + 1
-    supervised: [B, T] bool: token t is one the head should learn to predict (an answer's)
-
-    The shift, at one place: step k at base t predicts token t + 2 + k, whose teacher stands at index
-    t + 1 + k and whose supervision at index t + 2 + k. A base whose predicted token lies beyond the
-    sequence is not supervised.
-
-        T = 4, step 0:  base 0 -> token 2 (teacher 1, supervised[2]);  base 1 -> token 3;  base 2: none
+    loss:   sum over supervised tokens of the steps' weighted losses, to be divided by `count`
+    count:  supervised tokens (answer tokens)
+    steps:  one entry a draft position: the raw sums
     """
-    total = torch.zeros((), device=probs.device)
-    steps = []
-    for k, mine in enumerate(logits):
-        inside = min(mine.shape[1], supervised.shape[1] - 2 - k)
-        part = slice(k + 1, k + 1 + inside)
-        mask = supervised[:, k + 2 : k + 2 + inside]
-        step = step_loss(mine[:, :inside], probs[:, part], best[:, part], mask, kind)
-        total = total + decay**k * step.loss
-        steps.append(step)
-    return total, steps
+
+    loss: Tensor
+    count: int
+    steps: tuple[StepLoss, ...]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +39,7 @@ class Answer:
     token_ids: list[int]
     text: str
     finish_reason: str
+    states: Tensor | None = None  # [T - 1, n * H] tapped states of prompt and answer, if noted
 
 
 Generate = Callable[[Sequence[Sequence[int]], Sequence[SamplingParams]], list[Answer]]
@@ -80,6 +81,7 @@ class Sample:
 
     prompt: list[int]
     answer: list[int]
+    states: Tensor | None = None  # [T - 1, n * H], where they were noted while answering
 
 
 class ShardMaker:
@@ -155,10 +157,15 @@ class ShardMaker:
         for i, answer in zip(fits, done, strict=True):
             if len(answer.token_ids) < 2 or looping(answer.text):
                 continue
-            samples.append(Sample(prompts[i], answer.token_ids))
+            samples.append(Sample(prompts[i], answer.token_ids, answer.states))
             if answer.finish_reason == "stop":
                 answers[i] = answer
         return samples, answers
+
+
+def states_path(path: Path) -> Path:
+    """Where the states of a shard lie."""
+    return path.with_name(path.name.replace("shard-", "states-"))
 
 
 def shard_path(folder: Path, index: int) -> Path:
@@ -167,19 +174,32 @@ def shard_path(folder: Path, index: int) -> Path:
 
 
 def write_shard(path: Path, samples: Sequence[Sample]) -> None:
-    """Write samples to a temporary file, then rename: a shard is whole or not there."""
-    from safetensors.torch import save_file
-
+    """Write samples, and their states where noted: a shard is whole or not there."""
     if not samples:
         raise ValueError(f"{path}: no sample to write")
     tokens = torch.tensor([t for s in samples for t in (*s.prompt, *s.answer)], dtype=torch.int32)
     prompts = torch.tensor([len(s.prompt) for s in samples], dtype=torch.int32)
     answers = torch.tensor([len(s.answer) for s in samples], dtype=torch.int32)
     path.parent.mkdir(parents=True, exist_ok=True)
+    states = [s.states for s in samples if s.states is not None]
+    if len(states) == len(
+        samples
+    ):  # first, so that a shard never lacks the states it was made with
+        write_tensors(states_path(path), {"states": torch.cat(states)})
+    write_tensors(path, {"tokens": tokens, "prompt_lengths": prompts, "answer_lengths": answers})
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write a safetensors file to a temporary name, then rename. Raises OSError: a full disk."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
-        save_file({"tokens": tokens, "prompt_lengths": prompts, "answer_lengths": answers}, part)
+        save_file(dict(tensors), part)
         os.replace(part, path)
+    except SafetensorError as error:
+        raise OSError(f"{path}: cannot be written ({error}); free some space and go on") from None
     finally:
         part.unlink(missing_ok=True)
 

@@ -1,0 +1,89 @@
+"""An EAGLE head with its own key/value cache: what drafting a chain and growing a tree both run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..cache import CacheRows, KVCache, additive
+from ..heads.base import EagleHead
+from .base import DraftRow
+
+Paths = Callable[[int], Sequence[Sequence[int]]]
+"""Row i of a pass -> the drafted target ids that lead to each of its outputs."""
+
+
+class CachedHead:
+    """A head over a cache of pairs. The cache's lengths count the pairs made of target features.
+
+    head:         the head, on the target's device
+    embed:        token ids -> the target's input embeddings
+    target_vocab: V of the target
+    """
+
+    def __init__(
+        self, head: EagleHead, embed: Callable[[Tensor], Tensor], target_vocab: int
+    ) -> None:
+        self.head, self.embed, self.target_vocab = head, embed, target_vocab
+        weight = next(head.parameters())
+        self.dtype, self.device = weight.dtype, weight.device
+        self.target_ids = head.target_ids
+        self.reduced = len(self.target_ids) < target_vocab
+
+    def start(self, rows: int, capacity: int) -> None:
+        """Reserve the cache."""
+        c = self.head.config
+        self.cache = KVCache(1, rows, capacity, c.kv_heads, c.head_dim, self.dtype, self.device)
+
+    def run(
+        self,
+        slots: Sequence[int],
+        tokens: Tensor,
+        hidden: Tensor,
+        offsets: Tensor,
+        mask: Tensor | None = None,
+        behind: int = 0,
+    ) -> Tensor:
+        """One pass over new pairs [b, T]; the lengths of the cache stay. Returns outputs [b, T, H].
+
+        tokens:  [b, T] target ids; hidden: [b, T, H], features or the head's own outputs
+        offsets: [T] int64, positions counted from each row's length
+        mask, behind: as in `KVCache.rows` and `CacheRows.visible`
+        """
+        rows = self.cache.rows(slots, tokens.shape[1], behind)
+        positions = torch.tensor(rows.starts, device=self.device)[:, None] + offsets
+        embedded = self.embed(tokens).to(hidden)
+        return self.head(embedded, hidden, positions, self._attention(rows, mask))
+
+    def logits(self, hidden: Tensor, rows: Sequence[DraftRow], paths: Paths) -> Tensor:
+        """Logits [b, T, Vd] of outputs [b, T, H], with every row's penalties and bias applied."""
+        out = self.head.logits(hidden)
+        for i, row in enumerate(rows):
+            if row.history.active:  # its adjustments are over the target's vocabulary
+                full = self.widen(out[i]).to(row.history.device)
+                out[i] = row.history.adjust(full, paths(i)).to(out.device)[:, self.target_ids]
+        return out
+
+    def widen(self, values: Tensor) -> Tensor:
+        """Values [b, Vd] over the draft vocabulary as [b, V] over the target's, 0 elsewhere."""
+        if not self.reduced:
+            return values
+        full = values.new_zeros(len(values), self.target_vocab)
+        full[:, self.target_ids] = values
+        return full
+
+    def _attention(
+        self, rows: CacheRows, mask: Tensor | None
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Attention of new pairs over the head's cache, as the mask allows."""
+        groups = self.head.config.num_heads // self.head.config.kv_heads
+        biases = [
+            additive(rows.visible(a, b, mask), groups, self.dtype) for a, b in rows.stretches()
+        ]
+
+        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            return rows.attend(0, queries, keys, values, biases)
+
+        return attend

@@ -1,0 +1,1 @@
+"""The whole of `speculant train`: requests, answers, features, training, selection, the head."""

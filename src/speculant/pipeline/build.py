@@ -1,0 +1,134 @@
+"""The head of each kind, where it starts from, and its objective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..heads.eagle1 import Eagle1Config, Eagle1Head
+from ..heads.eagle3 import Eagle3Config, Eagle3Head, default_taps
+from ..heads.medusa import MedusaConfig, MedusaHead
+from ..heads.vanilla import VanillaConfig, VanillaHead
+from ..heads.weights import Head
+from ..target.base import Target
+from ..train.data import Corpus
+from ..train.eagle1 import Eagle1Objective, start_from_layer
+from ..train.eagle3 import Eagle3Objective
+from ..train.features import Features
+from ..train.init import init_eagle3, layer_sizes
+from ..train.loop import Objective
+from ..train.medusa import MedusaObjective
+from ..train.vanilla import VanillaObjective, start_from_layers
+from .settings import TrainSettings
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The tokens a head learns over, and how much of the data's answers they are.
+
+    ids: [Vd] int64, ascending; coverage: share of answer tokens; distinct: ids that occur at all
+    """
+
+    ids: Tensor
+    coverage: float
+    distinct: int
+
+
+def choose_vocabulary(corpus: Corpus, target: Target, size: int) -> Vocabulary:
+    """The `size` most frequent answer tokens, EOS always; filled up with ids that never occur.
+
+    Ties go to the lower id. Unused ids fill up a vocabulary larger than the data's own tokens, never
+    a token twice: an engine's map must be one to one.
+    """
+    info = target.info
+    if size > info.vocab_size:
+        raise ValueError(
+            f"--draft-vocab-size is {size}: the target has {info.vocab_size} tokens: give fewer"
+        )
+    counts = corpus.counts(info.vocab_size)
+    ranked = counts.clone()
+    for eos in target.tokenizer.eos_ids:
+        if eos < info.vocab_size:
+            ranked[eos] = counts.max() + 1
+    ids = ranked.sort(descending=True, stable=True).indices[:size].sort().values
+    coverage = float(counts[ids].sum()) / max(1, int(counts.sum()))
+    return Vocabulary(ids, coverage, int((counts > 0).sum()))
+
+
+def taps_for(settings: TrainSettings, target: Target) -> tuple[int, ...]:
+    """The layers a head of this kind reads, beside the last state."""
+    if settings.kind != "eagle3":
+        return ()
+    taps = settings.taps or default_taps(target.info.num_layers)
+    if taps[-1] >= target.info.num_layers or taps[0] < 0:
+        raise ValueError(
+            f"--taps {','.join(map(str, taps))}: the target's layers are 0 to "
+            f"{target.info.num_layers - 1}"
+        )
+    return taps
+
+
+def build(
+    settings: TrainSettings, target: Target, vocabulary: Vocabulary, features: Features
+) -> tuple[Head, Objective]:
+    """A head, started, and its objective."""
+    torch.manual_seed(settings.seed)
+    builders = {"eagle3": _eagle3, "eagle1": _eagle1, "medusa": _medusa, "vanilla": _vanilla}
+    head, objective = builders[settings.kind](settings, target, vocabulary.ids, features)
+    head.to(target.info.device)
+    return head, objective
+
+
+def _eagle3(
+    settings: TrainSettings, target: Target, ids: Tensor, features: Features
+) -> tuple[Head, Objective]:
+    config = Eagle3Config(
+        draft_vocab_size=len(ids), taps=taps_for(settings, target), **layer_sizes(target)
+    )
+    head = Eagle3Head(config)
+    head.set_vocabulary(ids)
+    if settings.from_target:
+        init_eagle3(head, target)
+    head.to(target.info.device)
+    return head, Eagle3Objective(
+        head, target, features, settings.steps, kind=settings.loss, single=settings.single
+    )
+
+
+def _eagle1(
+    settings: TrainSettings, target: Target, ids: Tensor, features: Features
+) -> tuple[Head, Objective]:
+    head = Eagle1Head(Eagle1Config(**layer_sizes(target)))
+    if settings.from_target:
+        start_from_layer(head, target, target.info.num_layers - 1)
+    head.to(target.info.device)
+    return head, Eagle1Objective(head, target, features, ids, seed=settings.seed)
+
+
+def _medusa(
+    settings: TrainSettings, target: Target, ids: Tensor, features: Features
+) -> tuple[Head, Objective]:
+    info = target.info
+    head = MedusaHead(MedusaConfig(info.hidden_size, info.vocab_size, settings.heads))
+    head.to(info.device)
+    return head, MedusaObjective(head, target, features, ids, settings.loss)
+
+
+def _vanilla(
+    settings: TrainSettings, target: Target, ids: Tensor, features: Features
+) -> tuple[Head, Objective]:
+    head = VanillaHead(VanillaConfig(num_layers=settings.layers, **layer_sizes(target)))
+    if settings.from_target:
+        start_from_layers(head, target, spread_layers(settings.layers, target.info.num_layers))
+    head.to(target.info.device)
+    return head, VanillaObjective(head, target, features, ids, settings.loss)
+
+
+def spread_layers(count: int, of: int) -> Sequence[int]:
+    """`count` of `of` layers from the first to the last, evenly: 2 of 30 are 0 and 29."""
+    if not 1 <= count <= of:
+        raise ValueError(f"--layers is {count}: the target has {of}")
+    return [0] if count == 1 else [round(i * (of - 1) / (count - 1)) for i in range(count)]

@@ -1,0 +1,189 @@
+"""The data of a run: shards made with the engine, resumable, within a time or a number of tokens."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ..drafts.none import NoDraft
+from ..drafts.record import RecordDraft
+from ..engine import Engine
+from ..sampling import SamplingParams
+from ..target.base import Target
+from ..train.features import disk_bytes
+from ..train.given import FileMaker
+from ..train.prompts import read_prompts
+from ..train.responses import (
+    Answer,
+    Generate,
+    Recipe,
+    Sample,
+    ShardMaker,
+    read_shard,
+    shard_path,
+    states_path,
+    write_shard,
+)
+from .settings import TrainSettings
+
+POSITIONS = 2.2
+"""Positions (prompt and answer) for every answer token in self-synthesised data; measured."""
+MARGIN = 0.1  # share of the free disk that is left alone
+
+
+class Maker(Protocol):
+    """Makes the samples of a shard."""
+
+    def make(self, index: int) -> list[Sample]:
+        """The samples of shard `index`, the same every time."""
+        ...
+
+
+@dataclass(frozen=True)
+class DataProgress:
+    """What is there after a shard."""
+
+    shards: int
+    samples: int
+    answer_tokens: int
+    longest: int
+    tokens_per_s: float  # of the shards made in this run; 0 before the first
+
+
+def recipe_for(settings: TrainSettings) -> Recipe:
+    """Small shards for a small budget: whole shards are what resumes, and one is held out."""
+    if settings.budget_s is None:
+        return Recipe(conversations=256, seed=settings.seed)
+    size = 48 if settings.budget_s >= 900 else 16
+    return Recipe(conversations=size, documents=0.15, max_tokens=256, seed=settings.seed)
+
+
+def maker_for(
+    settings: TrainSettings, target: Target, generate: Generate, recipe: Recipe | None = None
+) -> Maker:
+    """Requests the target writes itself, or those of a file."""
+    recipe = recipe or recipe_for(settings)
+    if settings.prompts is None:
+        return ShardMaker(target.tokenizer, generate, recipe)
+    conversations = list(read_prompts(settings.prompts))
+    if not conversations:
+        raise ValueError(f"{settings.prompts}: holds no prompt")
+    given = settings.answers == "given"
+    return FileMaker(target.tokenizer, conversations, generate, recipe, given)
+
+
+def use_offline(settings: TrainSettings, target: Target, answer_tokens: int, where: Path) -> bool:
+    """Whether to note states on disk: when asked, or when they fit and will be read more than once."""
+    need = disk_bytes(round(answer_tokens * POSITIONS), target.info.hidden_size, 3)
+    free = shutil.disk_usage(_existing(where)).free
+    fits = need < free * (1 - MARGIN)
+    if settings.features == "offline" and not fits:
+        raise OSError(
+            f"{where}: noting the states of {answer_tokens} answer tokens takes about "
+            f"{need / 1e9:.1f} GB and {free / 1e9:.1f} GB are free: use --features online"
+        )
+    return settings.features == "offline" or (settings.features == "auto" and fits)
+
+
+def engine_generate(
+    target: Target, taps: Sequence[int] | None, rows: int, capacity: int
+) -> Generate:
+    """Run prompts to the end on one engine, `rows` at once; with taps, their states are noted.
+
+    No speculation: at so many rows a forward is bound by arithmetic, and drafts would only add work.
+    """
+    engine = Engine(
+        target, NoDraft() if taps is None else RecordDraft(taps), max_rows=rows, capacity=capacity
+    )
+
+    def generate(
+        prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[Answer]:
+        # rows of like length are read together: hand the prompts over by length
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        done = engine.complete([list(prompts[i]) for i in order], [params[i] for i in order])
+        noted = engine.draft.take() if isinstance(engine.draft, RecordDraft) else {}
+        answers: list[Answer | None] = [None] * len(prompts)
+        for i, out in zip(order, done, strict=True):
+            states = noted.get((*prompts[i], *out.token_ids))
+            answers[i] = Answer(out.token_ids, out.text, out.finish_reason, states)
+        return [answer for answer in answers if answer is not None]
+
+    return generate
+
+
+def make_data(
+    maker: Maker,
+    folder: Path,
+    answer_tokens: int,
+    deadline: float | None,
+    report: Callable[[DataProgress], None],
+) -> list[Path]:
+    """Make shards until there are enough answer tokens, or no time is left for another one.
+
+    deadline: time.monotonic() at which to stop; two shards are made in any case, since one is
+              held out. Shards that exist are kept: a run that stopped goes on.
+    """
+    paths: list[Path] = []
+    total, samples, longest, made, began = 0, 0, 0, 0, time.monotonic()
+    for path, mine, fresh in _shards(maker, folder):
+        paths.append(path)
+        total += sum(len(s.answer) for s in mine)
+        made += sum(len(s.answer) for s in mine) if fresh else 0
+        samples += len(mine)
+        longest = max(longest, *(len(s.prompt) + len(s.answer) for s in mine))
+        spent = time.monotonic() - began
+        report(DataProgress(len(paths), samples, total, longest, made / spent if made else 0.0))
+        per_shard = spent / len(paths)
+        late = deadline is not None and time.monotonic() + per_shard > deadline
+        if total >= answer_tokens or (late and len(paths) >= 2):
+            break
+    return paths
+
+
+def _shards(maker: Maker, folder: Path) -> Iterator[tuple[Path, list[Sample], bool]]:
+    """Shards in order, read or made: (path, samples, whether it was made just now)."""
+    last = maker.num_shards if isinstance(maker, FileMaker) else None
+    index = 0
+    while last is None or index < last:
+        path = shard_path(folder, index)
+        fresh = not path.exists()
+        if fresh:
+            samples = maker.make(index)
+            write_shard(path, samples)
+        else:
+            samples = read_shard(path)
+        yield path, samples, fresh
+        index += 1
+
+
+def forget_unfinished(folder: Path) -> None:
+    """Delete states whose shard was never finished: they are made again with it."""
+    for path in folder.glob("states-*.safetensors"):
+        if not path.with_name(path.name.replace("states-", "shard-")).exists():
+            path.unlink()
+    for part in folder.glob("*.part"):
+        part.unlink()
+
+
+def missing_states(paths: Sequence[Path]) -> list[Path]:
+    """Shards without states beside them."""
+    return [path for path in paths if not states_path(path).exists()]
+
+
+def generation_dtype(target_dtype: torch.dtype) -> torch.dtype:
+    """What to answer in: bfloat16 where the machine multiplies it natively, twice as fast."""
+    native = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if native else target_dtype
+
+
+def _existing(path: Path) -> Path:
+    """The nearest folder above a path that exists."""
+    path = path.absolute()
+    return path if path.exists() else _existing(path.parent)

@@ -1,0 +1,104 @@
+"""What a training run is asked to do, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..train.losses import LOSSES
+
+HEADS = ("eagle3", "medusa", "eagle1", "vanilla")
+ANSWERS = ("target", "given")
+FEATURES = ("auto", "offline", "online")
+UNITS = {"s": 1, "m": 60, "h": 3600}
+DATA_SHARE = 0.5
+"""Share of a time budget that goes into data: more tokens help a head more than more epochs."""
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """A run of `speculant train`.
+
+    kind:          of head; out: its folder; the run's own files lie in `<out>.run`
+    budget_s:      wall seconds for all of it, or None: then answer_tokens and epochs say how much
+    answer_tokens: data to make; epochs: passes over it
+    data:          folders of shards to train on as well, the first shard of all is held out
+    prompts:       a file of the user's; answers: "target" answers it or the file's are "given"
+    features:      "offline" notes the states on disk, "online" computes them every step
+    steps:         EAGLE-3's unrolled draft positions; single: share of the run with one step
+    """
+
+    kind: str
+    target: str
+    out: Path
+    budget_s: float | None = None
+    answer_tokens: int = 1_500_000
+    epochs: float = 2.0
+    data: tuple[Path, ...] = ()
+    prompts: Path | None = None
+    answers: str = "target"
+    features: str = "auto"
+    draft_vocab_size: int = 8192
+    taps: tuple[int, ...] | None = None
+    steps: int = 5
+    single: float = 0.5
+    loss: str = "cross_entropy"
+    heads: int = 4
+    layers: int = 2
+    lr: float = 1.5e-3
+    ema: float = 0.0
+    batch_answers: int = 256
+    precision: str = "auto"
+    from_target: bool = True
+    rows: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        choices = {
+            "kind": (self.kind, HEADS),
+            "--answers": (self.answers, ANSWERS),
+            "--features": (self.features, FEATURES),
+            "--loss": (self.loss, LOSSES),
+            "--precision": (self.precision, ("auto", "float32", "bfloat16")),
+        }
+        for name, (value, known) in choices.items():
+            if value not in known:
+                raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
+        for name in ("answer_tokens", "epochs", "draft_vocab_size", "steps", "heads", "layers",
+                     "lr", "batch_answers", "rows"):  # fmt: skip
+            if not getattr(self, name) > 0:
+                option = "--" + name.replace("_", "-")
+                raise ValueError(f"{option} is {getattr(self, name)}: it must be above 0")
+        if not 0 <= self.single <= 1:
+            raise ValueError(f"--single is {self.single}: a share from 0 to 1")
+        if self.budget_s is not None and self.budget_s < 60:
+            raise ValueError(f"--budget is {self.budget_s:.0f} s: give at least a minute")
+        if self.answers == "given" and self.prompts is None:
+            raise ValueError("--answers given needs --prompts: the file that has the answers")
+        if self.prompts is not None and not self.prompts.is_file():
+            raise ValueError(f"--prompts: no file {self.prompts}")
+        missing = [str(folder) for folder in self.data if not folder.is_dir()]
+        if missing:
+            raise ValueError(f"--data: no folder {missing[0]}")
+
+    @property
+    def run(self) -> Path:
+        """Where the run's own files lie: data, state, metrics, picture."""
+        return self.out.with_name(self.out.name + ".run")
+
+
+def parse_seconds(text: str) -> float:
+    """'20m', '3h', '90s' or seconds."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
+    if not found:
+        raise ValueError(f"--budget {text!r}: give a time such as 20m, 3h or 900s")
+    return float(found[1]) * UNITS[found[2] or "s"]
+
+
+def parse_taps(text: str) -> tuple[int, ...]:
+    """'2,15,27' as layer ids."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--taps {text!r}: give layer ids such as 2,15,27") from None

@@ -1,0 +1,101 @@
+"""A decoder layer's weights, fused and packed, out of a folder or out of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from .base import LoadError
+from .linear import Linear
+
+if TYPE_CHECKING:
+    from .llama import LlamaConfig
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Weights of one decoder layer."""
+
+    input_norm: Tensor  # [H]
+    qkv: Linear  # H -> (heads + 2 kv_heads) * D
+    q_norm: Tensor | None  # [D], Qwen3
+    k_norm: Tensor | None
+    out: Linear  # heads * D -> H
+    mlp_norm: Tensor  # [H]
+    gate_up: Linear  # H -> 2 I
+    down: Linear  # I -> H
+
+
+class Source(Protocol):
+    """Where named tensors come from."""
+
+    def take(
+        self, name: str, shape: tuple[int, ...], keep: bool = False, copy: bool = False
+    ) -> Tensor:
+        """A tensor of the given shape; see `weights.Reader.take`."""
+        ...
+
+
+class Tensors:
+    """Named tensors in memory, taken as `weights.Reader` takes them from a folder."""
+
+    def __init__(
+        self, name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.name, self.left = name, dict(tensors)
+        self.dtype, self.device = dtype, device
+
+    def take(
+        self, name: str, shape: tuple[int, ...], keep: bool = False, copy: bool = False
+    ) -> Tensor:
+        """A tensor of the given shape. keep: it will be taken again; copy: no view of the original."""
+        if name not in self.left:
+            raise LoadError(f"{self.name}: tensor {name} is missing")
+        tensor = (self.left[name] if keep else self.left.pop(name)).detach()
+        if tensor.shape != shape:
+            raise LoadError(
+                f"{self.name}: tensor {name} is {tuple(tensor.shape)}, expected {shape}"
+            )
+        return tensor.to(self.device, self.dtype, copy=copy)
+
+    def finish(self) -> None:
+        """Raise LoadError when a tensor was not taken."""
+        if self.left:
+            raise LoadError(f"{self.name}: unexpected tensors: {', '.join(sorted(self.left)[:3])}")
+
+
+def read_layer(reader: Source, config: LlamaConfig, index: int) -> Layer:
+    """One layer's tensors, fused and packed. Biases and q/k norms are read where they exist."""
+    prefix = f"model.layers.{index}."
+    heads, kv = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
+    sizes, biased = {"q": heads, "k": kv, "v": kv}, config.model_type == "qwen2"
+
+    def fused(names: Mapping[str, int], where: str) -> Linear:
+        weights, biases = [], []
+        for name, size in names.items():
+            weights.append(
+                reader.take(f"{prefix}{where}.{name}_proj.weight", (size, config.hidden_size))
+            )
+            if biased and where == "self_attn":
+                biases.append(reader.take(f"{prefix}{where}.{name}_proj.bias", (size,)))
+        return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
+
+    def norm(name: str, size: int) -> Tensor:
+        return reader.take(f"{prefix}{name}.weight", (size,), copy=True)
+
+    qk_norm = config.model_type == "qwen3"
+    mid = config.intermediate_size
+    return Layer(
+        input_norm=norm("input_layernorm", config.hidden_size),
+        qkv=fused(sizes, "self_attn"),
+        q_norm=norm("self_attn.q_norm", config.head_dim) if qk_norm else None,
+        k_norm=norm("self_attn.k_norm", config.head_dim) if qk_norm else None,
+        out=Linear(reader.take(f"{prefix}self_attn.o_proj.weight", (config.hidden_size, heads))),
+        mlp_norm=norm("post_attention_layernorm", config.hidden_size),
+        gate_up=fused({"gate": mid, "up": mid}, "mlp"),
+        down=Linear(reader.take(f"{prefix}mlp.down_proj.weight", (config.hidden_size, mid))),
+    )

@@ -1,0 +1,80 @@
+"""EAGLE-3's objective: training-time test over answers, against the target's own distribution."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..heads.eagle3 import Eagle3Head
+from ..target.base import Target
+from .data import Batch
+from .features import Features, States
+from .losses import LOSSES, Outcome, Teacher, step_loss
+from .teaching import Vocabulary, accepted_chains
+from .ttt import unroll
+
+
+class Eagle3Objective:
+    """Implements `Objective` for a head and its target.
+
+    steps:  unrolled draft positions; 1 is no training-time test
+    decay:  weight of step k is decay^k
+    single: share of the run that is trained on one step: it costs a quarter of five, and the head
+            has to predict from the target's features before it can from its own outputs
+    """
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        target: Target,
+        features: Features,
+        steps: int = 5,
+        decay: float = 0.8,
+        kind: str = "cross_entropy",
+        single: float = 0.0,
+    ) -> None:
+        if steps < 1 or not 0 <= single <= 1 or kind not in LOSSES:
+            raise ValueError(f"steps {steps} or single {single} or loss {kind!r} out of range")
+        self.module: nn.Module = head
+        self.head, self.target, self.features = head, target, features
+        self.steps, self.decay, self.kind, self.single = steps, decay, kind, single
+        self.active = steps
+        self.vocabulary = Vocabulary.of(target, head.target_ids)
+
+    def begin(self, share: float) -> None:
+        """The run's next step comes after `share` of it is done."""
+        self.active = 1 if share < self.single else self.steps
+
+    def loss(self, batch: Batch) -> Outcome:
+        """Weighted sum of the steps' losses over a batch."""
+        states = self.features.states(batch)
+        bases, valid = batch.bases, batch.valid
+        outputs = self._unroll(batch, states, bases, self.active)
+        wanted = self.vocabulary.teacher(batch, states)
+        row = valid.reshape(-1).cumsum(0).view(valid.shape) - 1  # answer token -> row of `wanted`
+        total, steps = states.last.new_zeros(()), []
+        for k, hidden in enumerate(outputs):
+            most = valid.shape[1] - k  # base a predicts answer token a + k at step k
+            if most < 1:
+                break
+            there = valid[:, k:]
+            chosen = row[:, k:][there]
+            logits = self.head.logits(hidden[:, :most][there])  # shape: [n, Vd]
+            part = Teacher(wanted.probs[chosen], wanted.best[chosen])
+            step = step_loss(logits, part, self.kind)
+            total = total + self.decay**k * step.loss
+            steps.append(step)
+        return Outcome(total, int(valid.sum()), tuple(steps))
+
+    @torch.no_grad()
+    def score(self, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
+        """Reached and accepted bases per draft position; see `accepted_chains`."""
+        states = self.features.states(batch)
+        most = max(0, batch.valid.shape[1] - depth + 1)
+        outputs = self._unroll(batch, states, batch.bases, depth)
+        best = [self.head.logits(out[:, :most]).argmax(dim=-1) for out in outputs]
+        return accepted_chains(batch, states, [self.head.target_ids[ids] for ids in best])
+
+    def _unroll(self, batch: Batch, states: States, bases: Tensor, steps: int) -> list[Tensor]:
+        embedded = self.target.embed(batch.tokens[:, 1:]).float()
+        return unroll(self.head, embedded, self.head.fuse(states.taps), bases, steps)

@@ -1,0 +1,100 @@
+"""Training samples from a user's own file: its prompts answered by the target, or answers it holds."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..sampling import SamplingParams
+from ..target.base import Tokenizer
+from .prompts import Message, looping
+from .responses import Generate, Recipe, Sample
+
+SHARD = 128
+"""Conversations of a file in one shard."""
+
+
+@dataclass(frozen=True)
+class FileMaker:
+    """Makes shards of a file's conversations.
+
+    given: take the assistant's turns of the file as they are; else its user turns are answered by
+           the target one after another, and what the file's assistant said is left out
+    """
+
+    tokenizer: Tokenizer
+    conversations: Sequence[list[Message]]
+    generate: Generate
+    recipe: Recipe
+    given: bool
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer.has_chat_template:
+            raise ValueError("the target has no chat template: train on a chat model")
+        if self.given and not any(m["role"] == "assistant" for c in self.conversations for m in c):
+            raise ValueError(
+                "--answers given: no conversation of the file has an assistant's turn; leave it out "
+                "and the target answers"
+            )
+
+    @property
+    def num_shards(self) -> int:
+        """Shards that the file makes."""
+        return -(-len(self.conversations) // SHARD)
+
+    def make(self, index: int) -> list[Sample]:
+        """The samples of one shard."""
+        mine = self.conversations[index * SHARD : (index + 1) * SHARD]
+        if self.given:
+            return [sample for messages in mine for sample in self._given(messages)]
+        return self._answered(mine, random.Random(f"{self.recipe.seed}/{index}"))
+
+    def _given(self, messages: Sequence[Message]) -> list[Sample]:
+        """One sample a turn of the assistant, by the template's own tokens."""
+        samples = []
+        for at, message in enumerate(messages):
+            if message["role"] != "assistant" or at == 0:
+                continue
+            prompt = self.tokenizer.chat(list(messages[:at]))
+            following = {"role": "user", "content": "?"}
+            whole = self.tokenizer.chat([*messages[: at + 1], following])
+            if whole[: len(prompt)] != prompt:
+                raise ValueError(
+                    "the chat template writes an assistant's turn unlike the opening it gives to "
+                    "generate one: give prompts without answers, and the target answers"
+                )
+            ends = [i for i in range(len(prompt), len(whole)) if whole[i] in self.tokenizer.eos_ids]
+            if not ends:
+                raise ValueError("the chat template ends no assistant's turn with an EOS token")
+            if len(whole[: ends[0] + 1]) <= self.recipe.longest:
+                samples.append(Sample(prompt, whole[len(prompt) : ends[0] + 1]))
+        return samples
+
+    def _answered(self, mine: Sequence[list[Message]], rng: random.Random) -> list[Sample]:
+        """The target's own answers to the user's turns, each behind its own earlier ones."""
+        spoken: list[list[Message]] = [[m for m in c if m["role"] == "system"] for c in mine]
+        asked = [[m for m in c if m["role"] == "user"] for c in mine]
+        samples: list[Sample] = []
+        for turn in range(max((len(a) for a in asked), default=0)):
+            live = [i for i, a in enumerate(asked) if len(a) > turn]
+            for i in live:
+                spoken[i].append(asked[i][turn])
+            prompts = {i: self.tokenizer.chat(spoken[i]) for i in live}
+            live = [i for i in live if len(prompts[i]) < self.recipe.longest - 16]
+            done = self.generate([prompts[i] for i in live], [self._params(rng) for _ in live])
+            for i, answer in zip(live, done, strict=True):
+                usable = len(answer.token_ids) > 1 and not looping(answer.text)
+                if usable and len(prompts[i]) + len(answer.token_ids) <= self.recipe.longest:
+                    samples.append(Sample(prompts[i], answer.token_ids, answer.states))
+                if not usable or answer.finish_reason != "stop":
+                    asked[i] = []
+                spoken[i].append({"role": "assistant", "content": answer.text})
+        return samples
+
+    def _params(self, rng: random.Random) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=self.recipe.max_tokens,
+            temperature=rng.choice(self.recipe.temperatures),
+            seed=rng.getrandbits(48),
+        )
