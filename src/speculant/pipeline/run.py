@@ -90,7 +90,7 @@ def train(settings: TrainSettings, command: str, watch: Watch) -> TrainResult:
     features = _features(settings, target, [corpus, held_out], watch)
     head, objective = build(settings, target, vocabulary, features)
     folder = RunFolder(settings.run)
-    loop = _loop_settings(settings, len(vocabulary.ids))
+    loop = _loop_settings(settings)
     extra = {
         "kind": settings.kind, "target": target.info.name, "steps": settings.steps,
         "single": settings.single, "loss": settings.loss, "from_target": settings.from_target,
@@ -196,7 +196,7 @@ def _features(
     return OnlineFeatures(target, taps)
 
 
-def _loop_settings(settings: TrainSettings, vocabulary: int) -> LoopSettings:
+def _loop_settings(settings: TrainSettings) -> LoopSettings:
     return LoopSettings(
         lr=settings.lr,
         ema=settings.ema,
@@ -213,7 +213,7 @@ def _total_steps(
 ) -> int:
     """Steps of the run: epochs, or what the rest of the budget holds at the speed measured now."""
     batches = plan(corpus.items, 0, loop.seed, loop.batch_answers, loop.batch_tokens)
-    world = trainer.accelerator.num_processes
+    world: int = trainer.accelerator.num_processes
     epoch = max(1, len(batches) // world)
     if settings.budget_s is None:
         return max(1, round(settings.epochs * epoch))
