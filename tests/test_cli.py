@@ -391,7 +391,11 @@ def label(value: Any) -> str:
 
 
 EARLY = [
-    (["--draft", "eagle9"], "eagle9", "none, ngram, lookahead, vanilla, medusa, eagle1, eagle2, eagle3"),
+    (
+        ["--draft", "eagle9"],
+        "eagle9",
+        "none, ngram, lookahead, vanilla, medusa, eagle1, eagle2, eagle3",
+    ),
     (["--draft-model", "other"], "--draft-model", "vanilla"),
     (["--max-tokens", "0"], "max_tokens", ">= 1"),
     (["--max-tokens", "-5"], "max_tokens", ">= 1"),

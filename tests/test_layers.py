@@ -51,7 +51,17 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": ANY,
 }  # fmt: skip
 USES_TRANSFORMERS = {"target", "heads", "train", "bench"}
-ENTRY_POINTS = {"cli", "options", "commands", "pipeline", "__init__", "check", "chat", "demo", "serve"}
+ENTRY_POINTS = {
+    "cli",
+    "options",
+    "commands",
+    "pipeline",
+    "__init__",
+    "check",
+    "chat",
+    "demo",
+    "serve",
+}
 
 
 def modules() -> list[Path]:

@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from speculant.sampling import SamplingParams
+from speculant.train.data import Corpus, Item, find_shards
 from speculant.train.prompts import (
     Unique,
     follow_up,
@@ -32,7 +35,9 @@ from speculant.train.responses import (
     make_shards,
     read_shard,
     shard_path,
+    states_path,
     write_shard,
+    write_text,
 )
 
 
@@ -95,6 +100,8 @@ def test_opening_is_the_template_up_to_the_users_text() -> None:
     assert Characters().decode(found.ids) == "<user>"
     with pytest.raises(ValueError, match=r"no chat template.*--prompts"):
         opening(Characters(has_chat_template=False))
+    with pytest.raises(ValueError, match=r"no chat template.*--prompts"):  # before anything runs
+        ShardMaker(Characters(has_chat_template=False), Script(), Recipe())
 
 
 @pytest.mark.real
@@ -241,3 +248,80 @@ def test_a_broken_line_is_named(tmp_path: Path, line: str) -> None:
 def test_follow_up_holds_the_whole_document() -> None:
     text = "A document.\n\nWith {braces} in it."
     assert follow_up(text, random.Random(0)).endswith(text)
+
+
+def test_a_file_that_is_no_shard_is_named(tmp_path: Path) -> None:
+    path = shard_path(tmp_path, 0)
+    write_shard(path, [Sample([1, 2, 3], [4, 5])])
+    whole = path.read_bytes()
+    for broken in (whole[:50], b""):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match=r"shard-00000.*not a shard.*delete it"):
+            read_shard(path)
+    save_file({"states": torch.zeros(3)}, path)
+    with pytest.raises(ValueError, match=r"shard-00000.*not a shard.*tokens"):
+        read_shard(path)
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_full_disk_leaves_no_half_shard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noted: bool
+) -> None:
+    """Nor a shard without the states it was made with."""
+
+    def full(tensors: dict[str, Tensor], path: Path) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    sample = Sample([1, 2, 3], [4, 5], torch.zeros(4, 2) if noted else None)
+    name = "states-00000" if noted else "shard-00000"
+    with pytest.raises(OSError, match=rf"{name}.*No space left.*free some space and go on"):
+        write_shard(shard_path(tmp_path, 0), [sample])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_small_files_are_whole_or_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    write_text(path, "old")
+    monkeypatch.setattr("os.replace", _refuse)
+    with pytest.raises(OSError):
+        write_text(path, "new")
+    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("a.json", "old")]
+
+
+def _refuse(*args: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_states_lie_beside_their_shard(tmp_path: Path) -> None:
+    """Sample after sample, one row less than tokens each; all of them or none."""
+    path = shard_path(tmp_path, 3)
+    samples = [Sample([1, 2], [3], torch.ones(2, 4)), Sample([1], [2, 3, 4], torch.zeros(3, 4))]
+    write_shard(path, samples)
+    assert states_path(path).name == "states-00003.safetensors"
+    states = load_file(states_path(path))["states"]
+    assert states.sum(dim=1).tolist() == [4, 4, 0, 0, 0]
+    other = shard_path(tmp_path, 4)
+    write_shard(other, [samples[0], Sample([1], [2])])
+    assert not states_path(other).exists()
+
+
+def test_a_corpus_knows_where_samples_and_states_lie(tmp_path: Path) -> None:
+    """Samples beyond the longest are left out and still take their rows in the states file."""
+    first, second = shard_path(tmp_path / "a", 0), shard_path(tmp_path / "b", 0)
+    write_shard(first, [Sample([1, 2], [3]), Sample([1] * 9, [2] * 9), Sample([4, 5, 6], [7, 7])])
+    write_shard(second, [Sample([8, 9], [3, 3, 3])])
+    corpus = Corpus(find_shards([tmp_path / "a", tmp_path / "b"]), longest=10)
+    assert corpus.items == [
+        Item(first, 0, 0, 2, 1), Item(first, 2, 2 + 17, 3, 2), Item(second, 0, 0, 2, 3),
+    ]  # fmt: skip
+    assert corpus.answer_tokens == 6
+    assert corpus.counts(10).tolist() == [0, 0, 0, 4, 0, 0, 0, 2, 0, 0]
+    batch = corpus.batch([corpus.items[1], corpus.items[0]])
+    assert batch.tokens.tolist() == [[4, 5, 6, 7, 7], [1, 2, 3, 0, 0]]
+    assert (batch.prompts.tolist(), batch.answers.tolist()) == ([3, 2], [2, 1])
+    with pytest.raises(ValueError, match="make data first"):
+        find_shards([tmp_path / "none"])

@@ -22,6 +22,7 @@ from .options import (
     DraftModel,
     DraftName,
     Dtype,
+    Force,
     Frequency,
     IgnoreEos,
     Logprobs,
@@ -89,6 +90,7 @@ def generate(
     draft_model: DraftModel = None,
     num_draft_tokens: NumDraft = None,
     tree: Tree = None,
+    force: Force = False,
     rule: Rule = "block",
     max_tokens: MaxTokens = 256,
     temperature: Temperature = None,
@@ -139,7 +141,16 @@ def generate(
         text = sys.stdin.read() if prompt == "-" else prompt
         check_prompt(text, system, raw)
         loaded = load_pair(
-            target, draft, draft_model, num_draft_tokens, dtype, device, backend, threads, tree
+            target,
+            draft,
+            draft_model,
+            num_draft_tokens,
+            dtype,
+            device,
+            backend,
+            threads,
+            tree,
+            force,
         )
         message = message_for(loaded[0], text, system, raw)
         if as_json:
@@ -165,6 +176,7 @@ def chat(
     draft_model: DraftModel = None,
     num_draft_tokens: NumDraft = None,
     tree: Tree = None,
+    force: Force = False,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = None,
     top_k: TopK = 0,
@@ -190,7 +202,16 @@ def chat(
         )
         check_text("--system", system or "")
         loaded = load_pair(
-            target, draft, draft_model, num_draft_tokens, dtype, device, backend, threads, tree
+            target,
+            draft,
+            draft_model,
+            num_draft_tokens,
+            dtype,
+            device,
+            backend,
+            threads,
+            tree,
+            force,
         )
         from .chat import converse
 
@@ -204,6 +225,7 @@ def check(
     draft_model: DraftModel = None,
     num_draft_tokens: NumDraft = None,
     tree: Tree = None,
+    force: Force = False,
     rule: Rule = "block",
     samples: Annotated[int, typer.Option("--samples", help="Samples to draw.")] = 50_000,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the samples.")] = 0,
@@ -217,7 +239,16 @@ def check(
     with user_errors():
         check_rule(rule)
         loaded = load_pair(
-            target, draft, draft_model, num_draft_tokens, dtype, device, backend, threads, tree
+            target,
+            draft,
+            draft_model,
+            num_draft_tokens,
+            dtype,
+            device,
+            backend,
+            threads,
+            tree,
+            force,
         )
         from rich.console import Console
 
@@ -243,13 +274,14 @@ def demo(
     draft: DraftName = "ngram",
     draft_model: DraftModel = None,
     tree: Tree = None,
+    force: Force = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens a text.")] = 160,
     threads: Threads = None,
 ) -> None:
     """Show the same text with speculation and plainly, side by side."""
     with user_errors():
         usual = (None, "float32", "cpu", "auto")
-        loaded = load_pair(target, draft, draft_model, *usual, threads, tree)
+        loaded = load_pair(target, draft, draft_model, *usual, threads, tree, force)
         from .demo import compare, show
 
         if not show(*loaded, compare(*loaded, max_tokens=max_tokens)):

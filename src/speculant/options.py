@@ -78,6 +78,11 @@ ShowDraft = Annotated[
 ]
 
 
+Force = Annotated[
+    bool, typer.Option("--force", help="Load a head that was trained for another target.")
+]
+
+
 class Commands(TyperGroup):
     """The subcommands. Their `--tree` may come without its number."""
 
@@ -128,6 +133,7 @@ def load_pair(
     backend: str,
     threads: int | None,
     tree: int | None = None,
+    force: bool = False,
 ) -> tuple[Target, Draft]:
     """Load the pair; everything that can be refused cheaply is refused before the target loads."""
     from .drafts import NEEDS, bundled_head, draft_options, find_draft, load_draft
@@ -137,6 +143,8 @@ def load_pair(
         bundled_head(NEEDS[name], name)
     if tree is not None and "tree" not in draft_options(name):
         raise ValueError(f"--tree goes with medusa and the EAGLE drafts, not with {draft}")
+    if force and "force" not in draft_options(name):
+        raise ValueError(f"--force loads a head of another target: {draft} has none")
     if draft_model is not None and draft != "vanilla":
         raise ValueError(f"--draft-model goes with --draft vanilla, not with {draft}")
     if dtype not in ("float32", "bfloat16"):
@@ -153,6 +161,8 @@ def load_pair(
     parts = {"dtype": getattr(torch, dtype), "device": device, "backend": backend}
     loaded = load_target(target, **parts)
     options: dict[str, Any] = {} if tree is None else {"tree": tree}
+    if force:
+        options["force"] = True
     if draft_model is not None:
         options["model"] = load_target(draft_model, **parts)
     count, most = num_draft_tokens or 0, loaded.info.context_length

@@ -22,6 +22,7 @@ from ..options import (
     Device,
     DraftModel,
     Dtype,
+    Force,
     NumDraft,
     Rule,
     TargetName,
@@ -72,6 +73,7 @@ def evaluate(
     ] = None,
     batch: Annotated[int, typer.Option("--batch", help="Questions answered at once.")] = 8,
     rule: Rule = "block",
+    force: Force = False,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the sampled answers.")] = 0,
     as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option("--out", help="Write the JSON here too.")] = None,
@@ -95,7 +97,8 @@ def evaluate(
         check_outputs(out, plot)
         asked = read_questions(questions) if questions else builtin_questions()
         asked = spread(asked, limit)
-        parts = {"dtype": dtype, "device": device, "backend": backend, "threads": threads}
+        parts = {"dtype": dtype, "device": device, "backend": backend, "threads": threads,
+                 "force": force}  # fmt: skip
         loaded, pairs = load(settings, draft, target, draft_model, **parts)
         names = {
             "target": loaded.info.name,
@@ -184,7 +187,9 @@ def load(
     most = loaded.info.context_length
     if given is not None and given > most:
         raise ValueError(f"--num-draft-tokens is {given}: the context holds {most}")
-    options = {} if given is None else {"num_draft_tokens": given}
+    options: dict[str, Any] = {} if given is None else {"num_draft_tokens": given}
+    if parts["force"]:
+        options["force"] = True
     drafts: dict[int | None, Draft] = {None: made, 0: made}
     for setting in settings:
         if setting.tree not in drafts:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..options import BUNDLED, AsJson, TargetName, Threads, set_threads, user_errors
+from ..options import BUNDLED, AsJson, Device, TargetName, Threads, set_threads, user_errors
 
 if TYPE_CHECKING:
     from ..pipeline.run import Watch
@@ -83,8 +83,8 @@ def train(
     ] = "cross_entropy",
     heads: Annotated[int, typer.Option("--heads", help="Medusa: heads, one a position.")] = 4,
     layers: Annotated[int, typer.Option("--layers", help="vanilla: decoder layers.")] = 2,
-    lr: Annotated[float, typer.Option("--lr", help="Peak learning rate of AdamW.")] = 1.5e-3,
-    ema: Annotated[float, typer.Option("--ema", help="Decay of averaged weights; 0: off.")] = 0.0,
+    lr: Annotated[float, typer.Option("--lr", help="Peak learning rate of AdamW.")] = 1e-3,
+    ema: Annotated[float, typer.Option("--ema", help="Decay of averaged weights; 0: off.")] = 0.998,
     batch_answers: Annotated[
         int, typer.Option("--batch-answers", help="Answer tokens of a step, a process.")
     ] = 256,
@@ -92,7 +92,8 @@ def train(
         str, typer.Option("--precision", help="auto, bfloat16 (mixed) or float32.")
     ] = "auto",
     init: Annotated[
-        str, typer.Option("--init", help="target: start from its last layer; random.")
+        str,
+        typer.Option("--init", help="target: from its own weights; random; or a head's folder."),
     ] = "target",
     rows: Rows = 64,
     seed: Seed = 0,
@@ -101,21 +102,20 @@ def train(
         typer.Option("--show-mask", help="Print one sample, the supervised part coloured; stop."),
     ] = False,
     as_json: AsJson = False,
+    device: Device = "cpu",
     threads: Threads = None,
 ) -> None:
     """Train a draft for a target: requests, answers, features, training, selection; resumable."""
     with user_errors():
         from ..pipeline.settings import TrainSettings, parse_seconds, parse_taps
 
-        if init not in ("target", "random"):
-            raise ValueError(f"--init: {init!r} is not one of target, random")
         seconds = parse_seconds(budget) if budget else None
         settings = TrainSettings(
             kind=kind,
             target=target,
             out=out or Path("heads") / kind,
             budget_s=seconds,
-            answer_tokens=answer_tokens or (UNLIMITED if seconds else 1_500_000),
+            answer_tokens=_wanted(answer_tokens, seconds),
             epochs=epochs,
             data=tuple(data or ()),
             prompts=prompts,
@@ -132,7 +132,8 @@ def train(
             ema=ema,
             batch_answers=batch_answers,
             precision=precision,
-            from_target=init == "target",
+            device=device,
+            init=init,
             rows=rows,
             seed=seed,
         )
@@ -167,8 +168,16 @@ def data(
     prompts: Prompts = None,
     answers: Answers = "target",
     features: Features = "auto",
+    documents: Annotated[
+        float | None,
+        typer.Option("--documents", help="Share of requests that become a long text and its task."),
+    ] = None,
+    turns: Annotated[
+        float | None, typer.Option("--turns", help="Share of the others that go on for more turns.")
+    ] = None,
     rows: Rows = 64,
     seed: Seed = 0,
+    device: Device = "cpu",
     threads: Threads = None,
 ) -> None:
     """Make training data alone, to train several drafts on; the same command goes on with it."""
@@ -182,21 +191,31 @@ def data(
             kind="eagle3",
             target=target,
             out=folder,
-            answer_tokens=answer_tokens or (UNLIMITED if seconds else 1_500_000),
+            answer_tokens=_wanted(answer_tokens, seconds),
             prompts=prompts,
             answers=answers,
             features=features,
+            documents=documents,
+            turns=turns,
             rows=rows,
+            device=device,
             seed=seed,
         )
         set_threads(threads)
         from ..pipeline.run import gather, load_for_data
 
         deadline = time.monotonic() + seconds if seconds else None
-        loaded = load_for_data(target)
+        loaded = load_for_data(target, device)
         with watching() as watch:
             paths = gather(settings, loaded, folder, deadline, watch)
         typer.echo(f"{folder}: {len(paths)} shards")
+
+
+def _wanted(answer_tokens: int | None, seconds: float | None) -> int:
+    """Answer tokens to make, where none are asked for."""
+    if answer_tokens is not None:
+        return answer_tokens
+    return 1_500_000 if seconds is None else UNLIMITED
 
 
 def show_one(settings: TrainSettings) -> None:

@@ -44,11 +44,26 @@ def _vanilla(
     model: Target | str | Path | None = None,
     num_draft_tokens: int = 4,
     layers: int | None = None,
+    force: bool = False,
 ) -> Draft:
     from .vanilla import for_target
 
     _check_depth("vanilla", num_draft_tokens, target)
-    return for_target(target, model, num_draft_tokens, layers)
+    if model is None and layers is None:
+        model = _bundled_vanilla(target)
+    return for_target(target, model, num_draft_tokens, layers, force)
+
+
+def _bundled_vanilla(target: Target) -> Path | None:
+    """The trained layers that ship with the package, where they are this target's."""
+    from ..heads.weights import load_head
+
+    try:
+        folder = bundled_head("vanilla")
+        _check_head(load_head(folder), target, force=False)
+    except ValueError:
+        return None  # another target, which is pruned instead
+    return folder
 
 
 def _medusa(
@@ -59,6 +74,8 @@ def _medusa(
 ) -> Draft:
     from .medusa import MedusaDraft
 
+    if tree < 1:
+        raise ValueError(f"draft 'medusa' drafts a tree: tree is {tree}: give at least 1 node")
     _check_tree("medusa", tree, target)
     return MedusaDraft(_fitting_head("medusa", "medusa", target, head, force), target.unembed, tree)
 
@@ -174,8 +191,9 @@ def _check_head(head: Any, target: Target, force: bool) -> None:
             f"the head is for hidden size {c.hidden_size} and vocabulary {c.vocab_size}; "
             f"{info.name} has {info.hidden_size} and {info.vocab_size}"
         )
-    if c.taps[-1] >= info.num_layers:
-        raise ValueError(f"the head taps layer {c.taps[-1]}; {info.name} has {info.num_layers}")
+    taps = getattr(c, "taps", ())  # a vanilla draft reads none
+    if taps and taps[-1] >= info.num_layers:
+        raise ValueError(f"the head taps layer {taps[-1]}; {info.name} has {info.num_layers}")
 
 
 def _check_depth(name: str, count: int, target: Target) -> None:

@@ -58,7 +58,7 @@ class Eagle3Config:
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
     """vLLM's default for a target of n layers: (2, n // 2, n - 3)."""
-    if num_layers < 6:
+    if num_layers < 7:  # with 6, two of them would be the same
         raise ValueError(
             f"a target of {num_layers} layers is too shallow for default taps: name three"
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,17 +13,22 @@ from ..heads.eagle1 import Eagle1Config, Eagle1Head
 from ..heads.eagle3 import Eagle3Config, Eagle3Head, default_taps
 from ..heads.medusa import MedusaConfig, MedusaHead
 from ..heads.vanilla import VanillaConfig, VanillaHead
-from ..heads.weights import Head
+from ..heads.weights import Head, HeadError, load_head
 from ..target.base import Target
-from ..train.data import Corpus
+from ..train.data import Corpus, plan
 from ..train.eagle1 import Eagle1Objective, start_from_layer
 from ..train.eagle3 import Eagle3Objective
 from ..train.features import Features
-from ..train.init import init_eagle3, layer_sizes
+from ..train.init import channel_scale, condition, init_eagle3, layer_sizes
 from ..train.loop import Objective
 from ..train.medusa import MedusaObjective
 from ..train.vanilla import VanillaObjective, start_from_layers
-from .settings import TrainSettings
+from .settings import STARTS, TrainSettings
+
+SCALED_BATCHES = 8
+"""Batches of about a thousand answer tokens that the size of tapped channels is taken from."""
+SHALLOW = 7
+"""Layers below which there are no default taps."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,15 @@ class Vocabulary:
     distinct: int
 
 
+def vocabulary_for(settings: TrainSettings, corpus: Corpus, target: Target) -> Vocabulary:
+    """The tokens to learn: those of the head that training starts from, else the most frequent."""
+    if settings.kind == "eagle3" and settings.init not in STARTS:
+        head = load_head(Path(settings.init))
+        if isinstance(head, Eagle3Head):
+            return _vocabulary(head.target_ids, corpus.counts(target.info.vocab_size))
+    return choose_vocabulary(corpus, target, settings.draft_vocab_size)
+
+
 def choose_vocabulary(corpus: Corpus, target: Target, size: int) -> Vocabulary:
     """The `size` most frequent answer tokens, EOS always; filled up with ids that never occur.
 
@@ -44,18 +59,43 @@ def choose_vocabulary(corpus: Corpus, target: Target, size: int) -> Vocabulary:
     a token twice: an engine's map must be one to one.
     """
     info = target.info
-    if size > info.vocab_size:
-        raise ValueError(
-            f"--draft-vocab-size is {size}: the target has {info.vocab_size} tokens: give fewer"
-        )
+    _check_vocabulary(size, target)
     counts = corpus.counts(info.vocab_size)
     ranked = counts.clone()
     for eos in target.tokenizer.eos_ids:
         if eos < info.vocab_size:
             ranked[eos] = counts.max() + 1
     ids = ranked.sort(descending=True, stable=True).indices[:size].sort().values
+    return _vocabulary(ids, counts)
+
+
+def _vocabulary(ids: Tensor, counts: Tensor) -> Vocabulary:
+    """Some ids, against how often each token of the target is an answer's, [V]."""
     coverage = float(counts[ids].sum()) / max(1, int(counts.sum()))
     return Vocabulary(ids, coverage, int((counts > 0).sum()))
+
+
+def _check_vocabulary(size: int, target: Target) -> None:
+    if size > target.info.vocab_size:
+        raise ValueError(
+            f"--draft-vocab-size is {size}: the target has {target.info.vocab_size} tokens: give "
+            "fewer"
+        )
+
+
+def check_sizes(settings: TrainSettings, target: Target) -> None:
+    """Refuse what the target is too small for, before any data is made."""
+    _check_vocabulary(settings.draft_vocab_size, target)
+    taps_for(settings, target)
+    if settings.kind == "vanilla":
+        spread_layers(settings.layers, target.info.num_layers)
+
+
+def noted_taps(settings: TrainSettings, target: Target) -> tuple[int, ...]:
+    """The layers whose states are noted with data: EAGLE-3's, so that every kind can train on it."""
+    if settings.taps is None and target.info.num_layers < SHALLOW:
+        return ()
+    return taps_for(replace(settings, kind="eagle3"), target)
 
 
 def taps_for(settings: TrainSettings, target: Target) -> tuple[int, ...]:
@@ -72,14 +112,43 @@ def taps_for(settings: TrainSettings, target: Target) -> tuple[int, ...]:
 
 
 def build(
-    settings: TrainSettings, target: Target, vocabulary: Vocabulary, features: Features
+    settings: TrainSettings,
+    target: Target,
+    vocabulary: Vocabulary,
+    features: Features,
+    corpus: Corpus,
 ) -> tuple[Head, Objective]:
     """A head, started, and its objective."""
     torch.manual_seed(settings.seed)
     builders = {"eagle3": _eagle3, "eagle1": _eagle1, "medusa": _medusa, "vanilla": _vanilla}
-    head, objective = builders[settings.kind](settings, target, vocabulary.ids, features)
+    head, objective = builders[settings.kind](
+        settings, target, vocabulary.ids.to(target.info.device), features
+    )
+    if settings.init not in STARTS:
+        start_from_head(head, Path(settings.init))
+    if isinstance(head, Eagle3Head):
+        some = plan(corpus.items, 0, settings.seed, 1024, 8192)[:SCALED_BATCHES]
+        scale = channel_scale(
+            features, [corpus.batch(items).to(target.info.device) for items in some]
+        )
+        condition(head, scale, fresh=settings.init in STARTS)
     head.to(target.info.device)
     return head, objective
+
+
+def start_from_head(head: Head, folder: Path) -> None:
+    """Take the weights of a trained head of the same kind and sizes, whatever target it was for.
+
+    A head of a model is a good start for the head of its fine-tune. HeadError where it does not fit.
+    """
+    old = load_head(folder)
+    if type(old) is not type(head):
+        raise HeadError(f"--init {folder}: a head of another kind: start from one of this kind")
+    mine, theirs = head.state_dict(), old.state_dict()
+    wrong = [n for n, t in mine.items() if n not in theirs or theirs[n].shape != t.shape]
+    if wrong or len(mine) != len(theirs):
+        raise HeadError(f"--init {folder}: its sizes are not those asked for ({wrong[:1]} differs)")
+    head.load_state_dict(theirs)
 
 
 def _eagle3(
@@ -90,7 +159,7 @@ def _eagle3(
     )
     head = Eagle3Head(config)
     head.set_vocabulary(ids)
-    if settings.from_target:
+    if settings.init == "target":
         init_eagle3(head, target)
     head.to(target.info.device)
     return head, Eagle3Objective(
@@ -102,7 +171,7 @@ def _eagle1(
     settings: TrainSettings, target: Target, ids: Tensor, features: Features
 ) -> tuple[Head, Objective]:
     head = Eagle1Head(Eagle1Config(**layer_sizes(target)))
-    if settings.from_target:
+    if settings.init == "target":
         start_from_layer(head, target, target.info.num_layers - 1)
     head.to(target.info.device)
     return head, Eagle1Objective(head, target, features, ids, seed=settings.seed)
@@ -121,7 +190,7 @@ def _vanilla(
     settings: TrainSettings, target: Target, ids: Tensor, features: Features
 ) -> tuple[Head, Objective]:
     head = VanillaHead(VanillaConfig(num_layers=settings.layers, **layer_sizes(target)))
-    if settings.from_target:
+    if settings.init == "target":
         start_from_layers(head, target, spread_layers(settings.layers, target.info.num_layers))
     head.to(target.info.device)
     return head, VanillaObjective(head, target, features, ids, settings.loss)

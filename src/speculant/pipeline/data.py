@@ -5,11 +5,10 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Protocol
-
-import torch
 
 from ..drafts.none import NoDraft
 from ..drafts.record import RecordDraft
@@ -18,7 +17,7 @@ from ..sampling import SamplingParams
 from ..target.base import Target
 from ..train.features import disk_bytes
 from ..train.given import FileMaker
-from ..train.prompts import read_prompts
+from ..train.prompts import Message, read_prompts
 from ..train.responses import (
     Answer,
     Generate,
@@ -56,24 +55,50 @@ class DataProgress:
     tokens_per_s: float  # of the shards made in this run; 0 before the first
 
 
-def recipe_for(settings: TrainSettings) -> Recipe:
+def recipe_for(settings: TrainSettings, target: Target) -> Recipe:
     """Small shards for a small budget: whole shards are what resumes, and one is held out."""
-    if settings.budget_s is None:
-        return Recipe(conversations=256, seed=settings.seed)
-    size = 48 if settings.budget_s >= 900 else 16
-    return Recipe(conversations=size, documents=0.15, max_tokens=256, seed=settings.seed)
+    longest = min(Recipe.longest, target.info.context_length)
+    recipe = Recipe(conversations=256, longest=longest, seed=settings.seed)
+    if settings.budget_s is not None:
+        size = 48 if settings.budget_s >= 900 else 16
+        recipe = replace(recipe, conversations=size, documents=0.15, max_tokens=256)
+    if settings.documents is not None:
+        recipe = replace(recipe, documents=settings.documents)
+    return recipe if settings.turns is None else replace(recipe, turns=settings.turns)
 
 
-def maker_for(
-    settings: TrainSettings, target: Target, generate: Generate, recipe: Recipe | None = None
-) -> Maker:
-    """Requests the target writes itself, or those of a file."""
-    recipe = recipe or recipe_for(settings)
+def conversations_of(settings: TrainSettings) -> list[list[Message]] | None:
+    """Those of the user's file, None where the target writes its own requests."""
     if settings.prompts is None:
-        return ShardMaker(target.tokenizer, generate, recipe)
+        return None
     conversations = list(read_prompts(settings.prompts))
     if not conversations:
         raise ValueError(f"{settings.prompts}: holds no prompt")
+    return conversations
+
+
+def most_tokens(
+    settings: TrainSettings, conversations: Sequence[list[Message]] | None, recipe: Recipe
+) -> int:
+    """Answer tokens that are generated at most: as many as are wanted, or as a file's turns take."""
+    if conversations is None:
+        return settings.answer_tokens
+    if settings.answers == "given":
+        return 0
+    turns = sum(m["role"] == "user" for messages in conversations for m in messages)
+    return min(settings.answer_tokens, turns * recipe.max_tokens)
+
+
+def maker_for(
+    settings: TrainSettings,
+    target: Target,
+    conversations: Sequence[list[Message]] | None,
+    generate: Generate,
+    recipe: Recipe,
+) -> Maker:
+    """Requests the target writes itself, or those of a file."""
+    if conversations is None:
+        return ShardMaker(target.tokenizer, generate, recipe)
     given = settings.answers == "given"
     return FileMaker(target.tokenizer, conversations, generate, recipe, given)
 
@@ -150,24 +175,29 @@ def make_data(
 def _shards(maker: Maker, folder: Path) -> Iterator[tuple[Path, list[Sample], bool]]:
     """Shards in order, read or made: (path, samples, whether it was made just now)."""
     last = maker.num_shards if isinstance(maker, FileMaker) else None
-    index = 0
-    while last is None or index < last:
+    for index in count():
+        if index == last:
+            return
         path = shard_path(folder, index)
-        fresh = not path.exists()
-        if fresh:
-            samples = maker.make(index)
+        if path.exists():
+            yield path, read_shard(path), False
+            continue
+        samples = maker.make(index)
+        if samples:
             write_shard(path, samples)
-        else:
-            samples = read_shard(path)
-        yield path, samples, fresh
-        index += 1
+            yield path, samples, True
+        elif last is None:
+            raise ValueError(
+                f"{path}: none of the target's own requests and answers was usable: pass --prompts"
+            )
 
 
 def forget_unfinished(folder: Path) -> None:
-    """Delete states whose shard was never finished: they are made again with it."""
-    for path in folder.glob("states-*.safetensors"):
-        if not path.with_name(path.name.replace("states-", "shard-")).exists():
-            path.unlink()
+    """Delete what lies beside a shard that was never finished: it is made again with it."""
+    for prefix in ("states-", "sums-"):
+        for path in folder.glob(f"{prefix}*.safetensors"):
+            if not path.with_name(path.name.replace(prefix, "shard-")).exists():
+                path.unlink()
     for part in folder.glob("*.part"):
         part.unlink()
 
@@ -175,12 +205,6 @@ def forget_unfinished(folder: Path) -> None:
 def missing_states(paths: Sequence[Path]) -> list[Path]:
     """Shards without states beside them."""
     return [path for path in paths if not states_path(path).exists()]
-
-
-def generation_dtype(target_dtype: torch.dtype) -> torch.dtype:
-    """What to answer in: bfloat16 where the machine multiplies it natively, twice as fast."""
-    native = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if native else target_dtype
 
 
 def _existing(path: Path) -> Path:

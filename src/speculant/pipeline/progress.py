@@ -28,8 +28,9 @@ class Display:
         self.watch = Watch(self._say, self._data, self._step)
 
     def __enter__(self) -> Display:
-        """Start drawing."""
-        self.progress.__enter__()
+        """Start drawing, where there is a terminal."""
+        if self.console.is_terminal:
+            self.progress.start()
         return self
 
     def __exit__(
@@ -39,7 +40,8 @@ class Display:
         trace: TracebackType | None,
     ) -> None:
         """Stop drawing."""
-        self.progress.__exit__(kind, error, trace)
+        if self.console.is_terminal:
+            self.progress.stop()
 
     def _say(self, line: str) -> None:
         self.console.print(line, highlight=False, soft_wrap=True)

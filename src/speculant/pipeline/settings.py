@@ -6,10 +6,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..heads.weights import is_head
 from ..train.losses import LOSSES
 
 HEADS = ("eagle3", "medusa", "eagle1", "vanilla")
 ANSWERS = ("target", "given")
+STARTS = ("target", "random")
 FEATURES = ("auto", "offline", "online")
 UNITS = {"s": 1, "m": 60, "h": 3600}
 DATA_SHARE = 0.5
@@ -25,7 +27,9 @@ class TrainSettings:
     answer_tokens: data to make; epochs: passes over it
     data:          folders of shards to train on as well, the first shard of all is held out
     prompts:       a file of the user's; answers: "target" answers it or the file's are "given"
+    documents, turns: shares of the recipe (`train.responses.Recipe`), None for its own
     features:      "offline" notes the states on disk, "online" computes them every step
+    init:          "target": from its LM head or layers; "random"; or the folder of a head of the kind
     steps:         EAGLE-3's unrolled draft positions; single: share of the run with one step
     """
 
@@ -46,11 +50,14 @@ class TrainSettings:
     loss: str = "cross_entropy"
     heads: int = 4
     layers: int = 2
-    lr: float = 1.5e-3
-    ema: float = 0.0
+    lr: float = 1e-3
+    ema: float = 0.998
     batch_answers: int = 256
     precision: str = "auto"
-    from_target: bool = True
+    device: str = "cpu"
+    init: str = "target"
+    documents: float | None = None
+    turns: float | None = None
     rows: int = 64
     seed: int = 0
 
@@ -60,6 +67,7 @@ class TrainSettings:
             "--answers": (self.answers, ANSWERS),
             "--features": (self.features, FEATURES),
             "--loss": (self.loss, LOSSES),
+            "--device": (self.device.partition(":")[0], ("cpu", "cuda")),
             "--precision": (self.precision, ("auto", "float32", "bfloat16")),
         }
         for name, (value, known) in choices.items():
@@ -70,14 +78,23 @@ class TrainSettings:
             if not getattr(self, name) > 0:
                 option = "--" + name.replace("_", "-")
                 raise ValueError(f"{option} is {getattr(self, name)}: it must be above 0")
+        if not 0 <= self.ema < 1:
+            raise ValueError(f"--ema is {self.ema}: from 0 to below 1")
+        if self.taps is not None and list(self.taps) != sorted(set(self.taps)):
+            raise ValueError(f"--taps {_list(self.taps)}: layer ids, ascending, each once")
         if not 0 <= self.single <= 1:
             raise ValueError(f"--single is {self.single}: a share from 0 to 1")
         if self.budget_s is not None and self.budget_s < 60:
             raise ValueError(f"--budget is {self.budget_s:.0f} s: give at least a minute")
         if self.answers == "given" and self.prompts is None:
             raise ValueError("--answers given needs --prompts: the file that has the answers")
+        if self.answers == "given" and self.features == "offline":
+            raise ValueError("--answers given: nothing is generated, so no states to note: leave "
+                             "out --features offline")  # fmt: skip
         if self.prompts is not None and not self.prompts.is_file():
             raise ValueError(f"--prompts: no file {self.prompts}")
+        if self.init not in STARTS and not is_head(Path(self.init)):
+            raise ValueError(f"--init {self.init!r}: give target, random or the folder of a head")
         missing = [str(folder) for folder in self.data if not folder.is_dir()]
         if missing:
             raise ValueError(f"--data: no folder {missing[0]}")
@@ -94,6 +111,10 @@ def parse_seconds(text: str) -> float:
     if not found:
         raise ValueError(f"--budget {text!r}: give a time such as 20m, 3h or 900s")
     return float(found[1]) * UNITS[found[2] or "s"]
+
+
+def _list(ids: tuple[int, ...]) -> str:
+    return ",".join(map(str, ids))
 
 
 def parse_taps(text: str) -> tuple[int, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from .responses import write_text
 
 NAME = "data.json"
 
@@ -28,9 +29,7 @@ class DataCard:
     def write(self, folder: Path) -> None:
         """Put the card into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / (NAME + ".part")
-        part.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        os.replace(part, folder / NAME)
+        write_text(folder / NAME, json.dumps(asdict(self), indent=2) + "\n")
 
 
 def read_card(folder: Path) -> DataCard | None:
@@ -56,9 +55,12 @@ def check_card(card: DataCard, folder: Path, target: Mapping[str, Any], name: st
 
 
 def open_folder(folder: Path, card: DataCard, name: str) -> DataCard:
-    """Begin a folder, or go on with it: then its own taps hold, and target and recipe must agree."""
+    """Begin a folder, or go on with it: then its own taps hold, and target and recipe must agree.
+
+    A folder without a shard is begun anew: what stopped it before the first may be put right.
+    """
     old = read_card(folder)
-    if old is None:
+    if old is None or not any(folder.glob("shard-*.safetensors")):
         card.write(folder)
         return card
     check_card(old, folder, card.target, name)

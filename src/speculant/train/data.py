@@ -58,18 +58,24 @@ class Batch:
 
         Behind a row's answer they mean nothing, but lie within the T - 1 pairs.
         """
-        steps = torch.arange(int(self.answers.max()))
+        steps = torch.arange(int(self.answers.max()), device=self.answers.device)
         return (self.prompts[:, None] - 2 + steps).clamp(max=self.tokens.shape[1] - 2)
 
     @property
     def valid(self) -> Tensor:
         """[B, A] bool: answer token a exists."""
-        return torch.arange(int(self.answers.max())) < self.answers[:, None]
+        count = int(self.answers.max())
+        return torch.arange(count, device=self.answers.device) < self.answers[:, None]
 
     def supervised(self) -> Tensor:
         """[B, T] bool: the loss mask over tokens; the answers' and nothing else."""
-        at = torch.arange(self.tokens.shape[1])
+        at = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         return (at >= self.prompts[:, None]) & (at < (self.prompts + self.answers)[:, None])
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on a device."""
+        tokens, prompts = self.tokens.to(device), self.prompts.to(device)
+        return Batch(tokens, prompts, self.answers.to(device), self.items)
 
 
 class Corpus:

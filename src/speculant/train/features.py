@@ -63,11 +63,11 @@ class OnlineFeatures:
             batch.tokens[:, :-1], positions, None, where, (*self.taps, LAST), need_logits=False
         )
         assert hidden is not None
-        hidden = hidden.clone()  # the target runs in inference mode, whose tensors take no gradient
         size = self.target.info.hidden_size
-        taps, last = hidden[..., :-size], hidden[..., -size:]
-        log_mass, best = _answers(self.target, batch, last)
-        return States(taps, last, log_mass, best)
+        log_mass, best = _answers(self.target, batch, hidden[..., -size:])
+        # the target runs in inference mode, whose tensors take no gradient; heads are float32
+        hidden = hidden.to(torch.float32, copy=True)
+        return States(hidden[..., :-size], hidden[..., -size:], log_mass, best)
 
 
 class OfflineFeatures:
@@ -115,6 +115,9 @@ class OfflineFeatures:
             if not sums.exists():
                 self._sum(path, states, sums)
             data = load_file(sums)
+            if len(data["best"]) != len(states):  # the shard was made anew since
+                self._sum(path, states, sums)
+                data = load_file(sums)
             self._open[path] = (states, data["log_mass"], data["best"])
         return self._open[path]
 

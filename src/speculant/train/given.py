@@ -12,7 +12,10 @@ from .prompts import Message, looping
 from .responses import Generate, Recipe, Sample
 
 SHARD = 128
-"""Conversations of a file in one shard."""
+"""Most conversations of a file in one shard."""
+SHARES = 8
+"""Shards that a small file makes at least: the first one is held out, and must not be half of it."""
+SHORTEST = 2  # tokens of a prompt, see `data.check_mask`
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class FileMaker:
 
     given: take the assistant's turns of the file as they are; else its user turns are answered by
            the target one after another, and what the file's assistant said is left out
+
+    A target without a chat template goes on with a prompt as plain text.
     """
 
     tokenizer: Tokenizer
@@ -30,8 +35,11 @@ class FileMaker:
     given: bool
 
     def __post_init__(self) -> None:
-        if not self.tokenizer.has_chat_template:
-            raise ValueError("the target has no chat template: train on a chat model")
+        if self.given and not self.tokenizer.has_chat_template:
+            raise ValueError(
+                "--answers given needs a target with a chat template, and this one has none; leave "
+                "it out and the target goes on with each prompt itself"
+            )
         if self.given and not any(m["role"] == "assistant" for c in self.conversations for m in c):
             raise ValueError(
                 "--answers given: no conversation of the file has an assistant's turn; leave it out "
@@ -39,35 +47,48 @@ class FileMaker:
             )
 
     @property
+    def shard_size(self) -> int:
+        """Conversations of a shard."""
+        return max(1, min(SHARD, -(-len(self.conversations) // SHARES)))
+
+    @property
     def num_shards(self) -> int:
         """Shards that the file makes."""
-        return -(-len(self.conversations) // SHARD)
+        return -(-len(self.conversations) // self.shard_size)
 
     def make(self, index: int) -> list[Sample]:
-        """The samples of one shard."""
-        mine = self.conversations[index * SHARD : (index + 1) * SHARD]
+        """The samples of one shard; there may be none."""
+        size = self.shard_size
+        mine = self.conversations[index * size : (index + 1) * size]
         if self.given:
             return [sample for messages in mine for sample in self._given(messages)]
         return self._answered(mine, random.Random(f"{self.recipe.seed}/{index}"))
 
     def _given(self, messages: Sequence[Message]) -> list[Sample]:
         """One sample a turn of the assistant, by the template's own tokens."""
+        turns = [i for i, m in enumerate(messages) if i > 0 and m["role"] == "assistant"]
         samples = []
-        for at, message in enumerate(messages):
-            if message["role"] != "assistant" or at == 0:
-                continue
+        for at in turns:
             prompt = self.tokenizer.chat(list(messages[:at]))
-            following = {"role": "user", "content": "?"}
-            whole = self.tokenizer.chat([*messages[: at + 1], following])
+            whole, other = (
+                self.tokenizer.chat([*messages[: at + 1], {"role": "user", "content": text}])
+                for text in ("?", "!")
+            )
             if whole[: len(prompt)] != prompt:
+                text = self.tokenizer.decode(prompt)
+                if self.tokenizer.decode(whole).startswith(text):
+                    continue  # the answer's first characters became one token with the opening's last
                 raise ValueError(
                     "the chat template writes an assistant's turn unlike the opening it gives to "
                     "generate one: give prompts without answers, and the target answers"
                 )
-            ends = [i for i in range(len(prompt), len(whole)) if whole[i] in self.tokenizer.eos_ids]
+            # what follows the turn, up to the user's text: the turn's own end lies before it
+            pairs = enumerate(zip(whole, other, strict=False))
+            last = next((i for i, (a, b) in pairs if a != b), len(whole))
+            ends = [i for i in range(len(prompt), last) if whole[i] in self.tokenizer.eos_ids]
             if not ends:
                 raise ValueError("the chat template ends no assistant's turn with an EOS token")
-            if len(whole[: ends[0] + 1]) <= self.recipe.longest:
+            if ends[0] < self.recipe.longest:
                 samples.append(Sample(prompt, whole[len(prompt) : ends[0] + 1]))
         return samples
 
@@ -80,8 +101,8 @@ class FileMaker:
             live = [i for i, a in enumerate(asked) if len(a) > turn]
             for i in live:
                 spoken[i].append(asked[i][turn])
-            prompts = {i: self.tokenizer.chat(spoken[i]) for i in live}
-            live = [i for i in live if len(prompts[i]) < self.recipe.longest - 16]
+            prompts = {i: self._opened(spoken[i]) for i in live}
+            live = [i for i in live if SHORTEST <= len(prompts[i]) < self.recipe.longest - 16]
             done = self.generate([prompts[i] for i in live], [self._params(rng) for _ in live])
             for i, answer in zip(live, done, strict=True):
                 usable = len(answer.token_ids) > 1 and not looping(answer.text)
@@ -91,6 +112,12 @@ class FileMaker:
                     asked[i] = []
                 spoken[i].append({"role": "assistant", "content": answer.text})
         return samples
+
+    def _opened(self, messages: list[Message]) -> list[int]:
+        """Token ids of a conversation, up to where the target speaks."""
+        if self.tokenizer.has_chat_template:
+            return self.tokenizer.chat(messages)
+        return self.tokenizer.encode("\n\n".join(m["content"] for m in messages))
 
     def _params(self, rng: random.Random) -> SamplingParams:
         return SamplingParams(

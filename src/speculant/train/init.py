@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..heads.eagle3 import Eagle3Head
 from ..target.base import LoadError, Target
 from ..target.weights import weight_files
+from .data import Batch
+from .features import Features
 from .losses import lm_head_rows
+from .teaching import at_bases
 
 
 def layer_sizes(target: Target) -> dict[str, Any]:
@@ -47,37 +51,70 @@ def target_config(target: Target) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def init_eagle3(head: Eagle3Head, target: Target) -> bool:
-    """Start from the target: its LM head's rows, final norm and last layer; True where it could.
+def init_eagle3(head: Eagle3Head, target: Target) -> None:
+    """Start from the target's LM head, and from the highest tap passed through.
 
-    The attention reads [embedding ; hidden]: the hidden half takes the layer's own projections, the
-    embedding half keeps its random start. fc starts as the highest tap alone.
+    Copying the target's last layer into the head's did not help: after 46 k answer tokens the first
+    position accepted the same. What did is `condition`.
     """
     head.lm_head.weight.copy_(lm_head_rows(target, head.target_ids))
     size = head.config.hidden_size
-    head.fc.weight.mul_(0.1)
+    head.fc.weight.mul_(0.3)
     head.fc.weight[:, -size:] += torch.eye(size, device=head.fc.weight.device)
-    layer = layer_tensors(target, target.info.num_layers - 1)
-    norm = layer.get("norm")
-    if norm is not None and norm.shape == head.norm.weight.shape:
-        head.norm.weight.copy_(norm)
-    mid = head.midlayer
-    pairs: dict[str, Tensor] = {
-        "input_layernorm.weight": mid.hidden_norm.weight,
-        "post_attention_layernorm.weight": mid.post_attention_layernorm.weight,
-        "self_attn.q_proj.weight": mid.self_attn.q_proj.weight[:, size:],
-        "self_attn.k_proj.weight": mid.self_attn.k_proj.weight[:, size:],
-        "self_attn.v_proj.weight": mid.self_attn.v_proj.weight[:, size:],
-        "self_attn.o_proj.weight": mid.self_attn.o_proj.weight,
-        "mlp.gate_proj.weight": mid.mlp.gate_proj.weight,
-        "mlp.up_proj.weight": mid.mlp.up_proj.weight,
-        "mlp.down_proj.weight": mid.mlp.down_proj.weight,
-    }
-    if any(name not in layer or layer[name].shape != to.shape for name, to in pairs.items()):
-        return False
-    for name, to in pairs.items():
-        to.copy_(layer[name])
-    return True
+
+
+class PerChannel(nn.Module):
+    """A parametrization of fc: its trained weight is meant for channels of size one."""
+
+    scale: Tensor
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("scale", scale)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weight for the states as they are, [H, n * H]."""
+        return weight / self.scale
+
+
+def condition(head: Eagle3Head, scale: Tensor, fresh: bool) -> None:
+    """Train fc as if every tapped channel had the size one; `fold` makes a plain fc of it again.
+
+    A target's hidden states have a few channels that are hundreds of times larger than the others
+    (SmolLM2's high tap: a median of 13 and a largest of 1,140). Adam moves every weight alike, so fc
+    would learn these few and drown the rest.
+
+    scale: [n * H], see `channel_scale`
+    fresh: fc's values are first ones, meant for channels of size one; else fc computes the same as
+           before
+    """
+    from torch.nn.utils import parametrize
+
+    if not fresh:
+        with torch.no_grad():
+            head.fc.weight.mul_(scale)
+    parametrize.register_parametrization(head.fc, "weight", PerChannel(scale), unsafe=True)
+
+
+def fold(head: nn.Module) -> None:
+    """Undo `condition` where it was done: the same function, plain tensors."""
+    from torch.nn.utils import parametrize
+
+    if isinstance(head, Eagle3Head) and parametrize.is_parametrized(head.fc, "weight"):
+        parametrize.remove_parametrizations(head.fc, "weight", leave_parametrized=True)
+
+
+def channel_scale(features: Features, batches: Sequence[Batch]) -> Tensor:
+    """Root mean square of every tapped channel [n * H] over the batches' answers.
+
+    Answers only: a prompt's first token is an attention sink of a norm of its own.
+    """
+    total, count = torch.zeros(()), 0
+    for batch in batches:
+        taps = at_bases(features.states(batch).taps, batch.bases, batch.valid)
+        total = total.to(taps) + taps.square().sum(dim=0)
+        count += len(taps)
+    return (total / max(1, count)).sqrt().clamp(min=1e-6)
 
 
 def layer_tensors(target: Target, index: int) -> dict[str, Tensor]:

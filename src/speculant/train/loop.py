@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .data import Batch, Corpus, Item, plan
 from .losses import Outcome
-from .settings import LoopSettings, Score, rate
+from .settings import LoopSettings, Score, average_decay, rate
 from .state import Progress, RunFolder
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ class Trainer:
         self.progress, self.best, self.ema = found or (Progress(total_steps, settings=kept), {}, {})
         if found is None and settings.ema:
             self.ema = {n: p.detach().clone() for n, p in self.module.named_parameters()}
-        folder.rewind(self.progress.step)
+        if accelerator.is_main_process:
+            folder.rewind(self.progress.step)
         self._stop = False
 
     def run(self, checkpoint_s: float = 180.0) -> bool:
@@ -101,7 +102,7 @@ class Trainer:
                     self.folder.log(record)
                 self.report(record | {"seconds": self.progress.seconds})
                 stopping = self._agree(self._stop)
-                if stopping or last or time.monotonic() - saved > checkpoint_s:
+                if self._agree(stopping or last or time.monotonic() - saved > checkpoint_s):
                     self._save()
                     saved = time.monotonic()
                 if stopping:
@@ -117,7 +118,9 @@ class Trainer:
         self.module.eval()
         with self._averaged(), self.accelerator.autocast():
             for items in batches[rank::world]:
-                reached, accepted = self.objective.score(self.held_out.batch(items), depth)
+                reached, accepted = self.objective.score(
+                    self.held_out.batch(items).to(counts.device), depth
+                )
                 counts += torch.stack([reached, accepted]).to(counts)
         self.module.train()
         reached, accepted = self.accelerator.reduce(counts, "sum").tolist()
@@ -127,7 +130,7 @@ class Trainer:
         """Gradients of one batch a process, of the loss per supervised token over all of them."""
         self.module.train()
         with self.accelerator.autocast():
-            outcome = self.objective.loss(self.corpus.batch(items))
+            outcome = self.objective.loss(self.corpus.batch(items).to(self.accelerator.device))
         (outcome.loss / self._sum(outcome.count)).backward()
         if self.accelerator.num_processes > 1:
             for p in self.parameters:
@@ -202,14 +205,15 @@ class Trainer:
         return float(self.accelerator.reduce(total, "sum"))
 
     def _agree(self, flag: bool) -> bool:
-        """True when any process wants to stop: they stop at the same step."""
+        """True when any process says so: they stop, and save, at the same step."""
         return self._sum(int(flag)) > 0
 
     @torch.no_grad()
     def _average(self) -> None:
         if self.ema:
+            decay = average_decay(self.settings, self.progress.step)
             for name, p in self.module.named_parameters():
-                self.ema[name].lerp_(p, 1 - self.settings.ema)
+                self.ema[name].lerp_(p, 1 - decay)
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:

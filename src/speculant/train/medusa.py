@@ -59,7 +59,7 @@ def medusa_loss(
     kind:   "tokens": cross-entropy against the answer's tokens, as in the paper; else one of
             `step_loss`, against the target's distribution
 
-    Raises ValueError for a head that has nothing to learn from.
+    A head that no answer is long enough for learns nothing from this batch, and has no entry.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown loss {kind!r}: choose one of {', '.join(KINDS)}")
@@ -67,7 +67,7 @@ def medusa_loss(
     for h in range(hidden.shape[1]):
         bases, tokens = head_pairs(valid, h)
         if not len(bases):
-            raise ValueError(f"no answer of this batch is long enough for head {h} to learn from")
+            break
         logits = vocabulary.logits(hidden[bases, h])  # shape: [m, Vd]
         mine = Teacher(wanted.probs[tokens], wanted.best[tokens])
         if kind == "tokens":

@@ -74,7 +74,8 @@ def opening(tokenizer: Tokenizer, seed: int = 0, max_tokens: int = 160) -> Openi
     """
     if not tokenizer.has_chat_template:
         raise ValueError(
-            "the target has no chat template, so it cannot write its own requests: pass --prompts"
+            "the target has no chat template, so it cannot write its own requests: pass "
+            "--prompts FILE, texts that it then goes on with"
         )
     marked = tokenizer.chat([{"role": "user", "content": MARK}])
     plain = tokenizer.chat([{"role": "user", "content": ""}])

@@ -88,7 +88,9 @@ class ShardMaker:
     """Makes shards: synthesise requests, answer them, go on with further turns and documents."""
 
     def __init__(self, tokenizer: Tokenizer, generate: Generate, recipe: Recipe) -> None:
+        """Raises ValueError for a target without a chat template."""
         self.tokenizer, self.generate, self.recipe = tokenizer, generate, recipe
+        self.opening = opening(tokenizer)
 
     def make(self, index: int) -> list[Sample]:
         """The samples of one shard."""
@@ -130,7 +132,7 @@ class ShardMaker:
     def _requests(self, rng: random.Random) -> list[str]:
         """Distinct, usable requests; one in three of what the target writes is thrown away."""
         wanted, unique = self.recipe.conversations, Unique()
-        start = opening(self.tokenizer)
+        start = self.opening
         params = [_with(start.params, 0.9, rng) for _ in range(wanted + wanted // 2)]
         answers = self.generate([start.ids] * len(params), params)
         texts = [a.text.strip() for a in answers if a.finish_reason == "stop"]
@@ -182,9 +184,8 @@ def write_shard(path: Path, samples: Sequence[Sample]) -> None:
     answers = torch.tensor([len(s.answer) for s in samples], dtype=torch.int32)
     path.parent.mkdir(parents=True, exist_ok=True)
     states = [s.states for s in samples if s.states is not None]
-    if len(states) == len(
-        samples
-    ):  # first, so that a shard never lacks the states it was made with
+    if len(states) == len(samples):
+        # first, so that a shard never lacks the states it was made with
         write_tensors(states_path(path), {"states": torch.cat(states)})
     write_tensors(path, {"tokens": tokens, "prompt_lengths": prompts, "answer_lengths": answers})
 
@@ -204,15 +205,29 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         part.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a small file to a temporary name, then rename: it is whole or the old one."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def read_shard(path: Path) -> list[Sample]:
-    """The samples of a shard. Raises ValueError for lengths that do not add up."""
+    """The samples of a shard. Raises ValueError for a file that is no shard or was cut short."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    data: dict[str, Tensor] = load_file(path)
-    tokens = data["tokens"].tolist()
+    try:
+        data: dict[str, Tensor] = load_file(path)
+        tokens, prompts = data["tokens"].tolist(), data["prompt_lengths"].tolist()
+        answers = data["answer_lengths"].tolist()
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"{path}: not a shard ({error}): delete it") from None
     samples, at = [], 0
-    pairs = zip(data["prompt_lengths"].tolist(), data["answer_lengths"].tolist(), strict=True)
-    for prompt, answer in pairs:
+    for prompt, answer in zip(prompts, answers, strict=True):
         samples.append(Sample(tokens[at : at + prompt], tokens[at + prompt : at + prompt + answer]))
         at += prompt + answer
     if at != len(tokens):

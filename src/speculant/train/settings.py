@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+PATIENCE_S = 7 * 86400
+"""How long processes wait for each other: one makes the data, hours of it, while the others wait."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,32 @@ def rate(settings: LoopSettings, step: int, total: int) -> float:
     return settings.lr * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-def accelerator_for(precision: str) -> Accelerator:
-    """The processes and the precision: bfloat16 where the machine multiplies it natively."""
-    from accelerate import Accelerator
+def average_decay(settings: LoopSettings, step: int) -> float:
+    """Decay of the averaged weights at step 0, 1, ...: short at first, or a short run would keep
+    its first values."""
+    return min(settings.ema, (1 + step) / (10 + step))
 
-    native = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    wanted = {"auto": "bf16" if native else "no", "bfloat16": "bf16", "float32": "no"}
+
+def bfloat16_is_native(device: str) -> bool:
+    """True where bfloat16 is multiplied by the hardware, twice as fast as float32 or faster."""
+    return device != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def accelerator_for(precision: str, device: str = "cpu") -> Accelerator:
+    """The processes and the precision: bfloat16 where the machine multiplies it natively."""
+    from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate.state import AcceleratorState
+
+    wanted = {
+        "auto": "bf16" if bfloat16_is_native(device) else "no",
+        "bfloat16": "bf16",
+        "float32": "no",
+    }
     if precision not in wanted:
         raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(wanted)}")
-    return Accelerator(mixed_precision=wanted[precision], cpu=not torch.cuda.is_available())
+    AcceleratorState._reset_state()  # a process may train again, in another precision
+    return Accelerator(
+        mixed_precision=wanted[precision],
+        cpu=device == "cpu",
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=PATIENCE_S))],
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .responses import write_tensors
+from .responses import write_tensors, write_text
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PREFIXES = {"model": "model.", "best": "best.", "ema": "ema."}
@@ -42,6 +41,7 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.state = path / "state.json"
         self.metrics = path / "metrics.jsonl"
         self.curves = path / "curves.png"
 
@@ -66,12 +66,14 @@ class RunFolder:
         name = f"state-{progress.step}.safetensors"
         write_tensors(self.path / name, {k: v.detach().contiguous() for k, v in tensors.items()})
         body = {"tensors": name, "optimizer_steps": step, **asdict(progress)}
-        part = self.path / "state.json.part"
-        part.write_text(json.dumps(body, indent=2) + "\n")
-        os.replace(part, self.path / "state.json")
-        for old in self.path.glob("state-*.safetensors"):
-            if old.name != name:
-                old.unlink()
+        try:
+            write_text(self.state, json.dumps(body, indent=2) + "\n")
+        except OSError:  # the old state stays in force: give back the room that the new one took
+            (self.path / name).unlink()
+            raise
+        for other in self.path.glob("state-*.safetensors"):
+            if other.name != name:
+                other.unlink()
 
     def load(
         self, module: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
@@ -80,20 +82,18 @@ class RunFolder:
 
         Raises ValueError for a state of another kind of head, or of other settings.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        path = self.path / "state.json"
-        if not path.exists():
+        body = self._read()
+        if body is None:
             return None
         try:
-            body = json.loads(path.read_text())
             tensors = load_file(self.path / body.pop("tensors"))
             steps = body.pop("optimizer_steps")
             progress = Progress(**body)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}: cannot go on from it ({error}): give another --out"
-            ) from None
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise self._unusable(error) from None
         self._compare(progress.settings, settings)
         groups = {group: _strip(tensors, prefix) for group, prefix in PREFIXES.items()}
         wanted = module.state_dict()
@@ -109,6 +109,33 @@ class RunFolder:
             state["state"][int(index)] = entry | {"step": torch.tensor(step)}
         optimizer.load_state_dict(state)
         return progress, groups["best"], groups["ema"]
+
+    def begun(self) -> dict[str, Any]:
+        """The settings of a run that can go on, {} where there is none."""
+        body = self._read()
+        return {} if body is None else dict(body["settings"])
+
+    def check(self, settings: Mapping[str, Any]) -> None:
+        """Raise ValueError when a run was begun here with one of these settings unlike given."""
+        old = self.begun()
+        if old:
+            self._compare({key: old.get(key) for key in settings}, settings)
+
+    def _read(self) -> dict[str, Any] | None:
+        """state.json, None where there is none. Raises ValueError for a broken one."""
+        if not self.state.exists():
+            return None
+        try:
+            body: dict[str, Any] = json.loads(self.state.read_text())
+            if not isinstance(body["tensors"], str):
+                raise TypeError("names no tensors")
+            dict(body["settings"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._unusable(error) from None
+        return body
+
+    def _unusable(self, error: Exception) -> ValueError:
+        return ValueError(f"{self.state}: cannot go on from it ({error}): give another --out")
 
     def _compare(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
         """A run goes on only under the settings it was begun with."""
@@ -130,12 +157,12 @@ class RunFolder:
         if not self.metrics.exists():
             return
         kept = [record for record in self.records() if record["step"] <= step]
-        part = self.metrics.with_suffix(".part")
-        part.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(part, self.metrics)
+        write_text(self.metrics, "".join(json.dumps(record) + "\n" for record in kept))
 
     def records(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl; a last line that was cut short is left out."""
+        if not self.metrics.exists():
+            return []
         out = []
         for line in self.metrics.read_text().splitlines():
             try:
