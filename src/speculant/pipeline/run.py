@@ -225,7 +225,9 @@ def _features(
     usable = there and len(columns) == 1 and set(taps) | {LAST} <= set(*columns)
     if usable and settings.features != "online":
         watch.say("features: noted states, read from disk")
-        return OfflineFeatures(target, taps, *columns)
+        noted = OfflineFeatures(target, taps, *columns)
+        noted.prepare([path for corpus in corpora for path in corpus.shards])
+        return noted
     if settings.features == "offline":
         raise ValueError(
             "--features offline: the data's states were not noted, or with other taps: make it "
@@ -275,4 +277,4 @@ def _seconds(trainer: Trainer, batches: list[list[Item]], share: float) -> float
         trainer.optimizer.zero_grad(set_to_none=True)
         times.append(time.perf_counter() - start)
     times = times[1:] or times  # the first one warms up
-    return sum(times) / max(1, len(times))
+    return sorted(times)[len(times) // 2]

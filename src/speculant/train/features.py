@@ -87,6 +87,11 @@ class OfflineFeatures:
         self.last = slice(size * list(noted).index(LAST), size * (list(noted).index(LAST) + 1))
         self._open: dict[Path, tuple[Tensor, Tensor, Tensor]] = {}
 
+    def prepare(self, shards: Sequence[Path]) -> None:
+        """Compute what is missing beside the states now, not in the middle of a run."""
+        for path in shards:
+            self._shard(path)
+
     def states(self, batch: Batch) -> States:
         """Copy the rows of a batch out of the files."""
         rows, width, most = len(batch.items), batch.tokens.shape[1], int(batch.answers.max())

@@ -123,5 +123,6 @@ class FileMaker:
         return SamplingParams(
             max_tokens=self.recipe.max_tokens,
             temperature=rng.choice(self.recipe.temperatures),
+            min_p=self.recipe.min_p,
             seed=rng.getrandbits(48),
         )

@@ -55,6 +55,9 @@ class Recipe:
     pairs:         share of the documents that stand in one request with another one
     turns:         share of the others that go on for a second and a third turn
     temperatures:  answers are generated at these, evenly; 0 is greedy
+    min_p:         of sampled answers: without it a small target at temperature 1 strays into text that
+                   nobody would serve and that has little to learn from (a quarter of all answer
+                   tokens, of which the target's likeliest was the one drawn in two of five)
     max_tokens:    of an answer; documents may be twice as long
     longest:       samples beyond this many tokens are left out
     """
@@ -64,6 +67,7 @@ class Recipe:
     pairs: float = 0.3
     turns: float = 0.4
     temperatures: tuple[float, ...] = (0.0, 0.0, 0.7, 1.0)
+    min_p: float = 0.1
     max_tokens: int = 320
     longest: int = 2048
     seed: int = 0
@@ -150,7 +154,7 @@ class ShardMaker:
         for i, prompt in enumerate(prompts):
             room = max(1, recipe.longest - len(prompt))
             most = min(recipe.max_tokens * (2 if i < documents else 1), room)
-            base = SamplingParams(max_tokens=most, temperature=0.0)
+            base = SamplingParams(max_tokens=most, temperature=0.0, min_p=recipe.min_p)
             params.append(_with(base, rng.choice(recipe.temperatures), rng))
         fits = [i for i, p in enumerate(prompts) if len(p) < recipe.longest - 16]
         done = self.generate([prompts[i] for i in fits], [params[i] for i in fits])
