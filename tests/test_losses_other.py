@@ -323,10 +323,15 @@ def test_eagle1_may_start_from_a_layer(tmp_path: Path, fits: bool) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     for name, t in head.layers.state_dict().items():
         want = tensors[f"model.layers.2.{name.removeprefix('0.')}"] if fits else None
+        if want is not None and name.endswith(("o_proj.weight", "down_proj.weight")):
+            want = torch.zeros_like(want)
         assert torch.equal(t, before[f"layers.{name}"] if want is None else want), name
     if fits:
         passed = head.fc.weight[:, 48:] - torch.eye(48)
         assert float(passed.detach().abs().max()) < 0.1
+        features, embedded = torch.randn(1, 5, 48), torch.zeros(1, 5, 48)
+        out = head(embedded, features, torch.arange(5)[None], lambda q, k, v: q)
+        torch.testing.assert_close(out, features, atol=0.5, rtol=0.2)  # the state stays as it is
 
 
 def test_noise_comes_with_the_batch(target: FakeTarget) -> None:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from ..heads.medusa import MedusaHead
 
 
+CHAIN_DEPTH = 5
+"""Tokens an EAGLE chain drafts where nothing else is said: what training unrolls."""
+
+
 def _none(target: Target) -> Draft:
     from .none import NoDraft
 
@@ -83,7 +87,7 @@ def _medusa(
 def _eagle1(
     target: Target,
     head: EagleHead | str | Path | None = None,
-    num_draft_tokens: int = 5,
+    num_draft_tokens: int | None = None,
     tree: int = 0,
     branch: int = 8,
     force: bool = False,
@@ -95,7 +99,7 @@ def _eagle1(
 def _eagle2(
     target: Target,
     head: EagleHead | str | Path | None = None,
-    num_draft_tokens: int = 6,
+    num_draft_tokens: int | None = None,
     tree: int = 32,
     branch: int = 8,
     force: bool = False,
@@ -108,7 +112,7 @@ def _eagle2(
 def _eagle3(
     target: Target,
     head: EagleHead | str | Path | None = None,
-    num_draft_tokens: int = 5,
+    num_draft_tokens: int | None = None,
     tree: int = 0,
     branch: int = 8,
     force: bool = False,
@@ -121,20 +125,22 @@ def _eagle(
     kind: str,
     target: Target,
     head: EagleHead | str | Path | None,
-    num_draft_tokens: int,
+    num_draft_tokens: int | None,
     tree: int,
     branch: int,
     force: bool,
 ) -> Draft:
+    """An EAGLE draft; a tree goes a level deeper than a chain, since its branches cost no pass."""
     from ..heads.eagle1 import Eagle1Head
     from .eagle import EagleDraft
 
-    _check_depth(name, num_draft_tokens, target)
+    depth = (CHAIN_DEPTH + (tree > 0)) if num_draft_tokens is None else num_draft_tokens
+    _check_depth(name, depth, target)
     _check_tree(name, tree, target)
     loaded = _fitting_head(name, kind, target, head, force)
     if isinstance(loaded, Eagle1Head):
         loaded.bind(target.unembed)
-    parts = (loaded, target.embed, target.info.vocab_size, num_draft_tokens, tree, branch)
+    parts = (loaded, target.embed, target.info.vocab_size, depth, tree, branch)
     return EagleDraft(*parts, name=name)
 
 

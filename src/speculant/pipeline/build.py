@@ -19,7 +19,13 @@ from ..train.data import Corpus, plan
 from ..train.eagle1 import Eagle1Objective, start_from_layer
 from ..train.eagle3 import Eagle3Objective
 from ..train.features import Features
-from ..train.init import channel_scale, condition, init_eagle3, layer_sizes
+from ..train.init import (
+    channel_scale,
+    condition,
+    init_eagle3,
+    layer_sizes,
+    pair_scale,
+)
 from ..train.loop import Objective
 from ..train.medusa import MedusaObjective
 from ..train.vanilla import VanillaObjective, start_from_layers
@@ -126,12 +132,13 @@ def build(
     )
     if settings.init not in STARTS:
         start_from_head(head, Path(settings.init))
-    if isinstance(head, Eagle3Head):
+    if isinstance(head, Eagle3Head | Eagle1Head):
         some = plan(corpus.items, 0, settings.seed, 1024, 8192)[:SCALED_BATCHES]
-        scale = channel_scale(
-            features, [corpus.batch(items).to(target.info.device) for items in some]
-        )
-        condition(head, scale, fresh=settings.init in STARTS)
+        batches = [corpus.batch(items).to(target.info.device) for items in some]
+        if isinstance(head, Eagle3Head):
+            condition(head, channel_scale(features, batches), fresh=settings.init in STARTS)
+        else:  # its fc starts as the state passed through, in the state's own size
+            condition(head, pair_scale(target, features, batches), fresh=False)
     head.to(target.info.device)
     return head, objective
 

@@ -72,13 +72,20 @@ def eagle1_loss(
 
 @torch.no_grad()
 def start_from_layer(head: Eagle1Head, target: Target, index: int) -> bool:
-    """Start from one of the target's layers and from passing its state through: True where it fits."""
+    """Start as "the state stays as it is", with one of the target's layers behind it: True where it fits.
+
+    The layer's two output projections start at zero. Its own are made for a residual stream that is
+    many times larger than a state after the final norm (SmolLM2: 575 against 45), and a head that
+    begins with them spends its first thousand steps on getting small.
+    """
     size, layer = head.config.hidden_size, head.layers[0]
     tensors, own = layer_tensors(target, index), dict(layer.named_parameters())
     if any(name not in tensors or tensors[name].shape != to.shape for name, to in own.items()):
         return False
     for name, to in own.items():
         to.copy_(tensors[name])
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
     head.fc.weight.mul_(0.1)
     head.fc.weight[:, size:] += torch.eye(size, device=head.fc.weight.device)
     return True

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..heads.eagle1 import Eagle1Head
 from ..heads.eagle3 import Eagle3Head
 from ..target.base import LoadError, Target
 from ..target.weights import weight_files
@@ -77,14 +78,16 @@ class PerChannel(nn.Module):
         return weight / self.scale
 
 
-def condition(head: Eagle3Head, scale: Tensor, fresh: bool) -> None:
-    """Train fc as if every tapped channel had the size one; `fold` makes a plain fc of it again.
+def condition(head: Eagle3Head | Eagle1Head, scale: Tensor, fresh: bool) -> None:
+    """Train fc as if each of its inputs had the size one; `fold` makes a plain fc of it again.
 
     A target's hidden states have a few channels that are hundreds of times larger than the others
     (SmolLM2's high tap: a median of 13 and a largest of 1,140). Adam moves every weight alike, so fc
     would learn these few and drown the rest.
 
-    scale: [n * H], see `channel_scale`
+    EAGLE-1's fc reads embeddings beside states, and those may be far smaller instead.
+
+    scale: [n * H], see `channel_scale` and `pair_scale`
     fresh: fc's values are first ones, meant for channels of size one; else fc computes the same as
            before
     """
@@ -100,7 +103,7 @@ def fold(head: nn.Module) -> None:
     """Undo `condition` where it was done: the same function, plain tensors."""
     from torch.nn.utils import parametrize
 
-    if isinstance(head, Eagle3Head) and parametrize.is_parametrized(head.fc, "weight"):
+    if isinstance(head, Eagle3Head | Eagle1Head) and parametrize.is_parametrized(head.fc, "weight"):
         parametrize.remove_parametrizations(head.fc, "weight", leave_parametrized=True)
 
 
@@ -109,11 +112,28 @@ def channel_scale(features: Features, batches: Sequence[Batch]) -> Tensor:
 
     Answers only: a prompt's first token is an attention sink of a norm of its own.
     """
+    return _root_mean_square(
+        at_bases(features.states(batch).taps, batch.bases, batch.valid) for batch in batches
+    )
+
+
+def pair_scale(target: Target, features: Features, batches: Sequence[Batch]) -> Tensor:
+    """Root mean square of what EAGLE-1's fc reads, [embedding ; last state], over answers: [2 H]."""
+    return _root_mean_square(_pairs(target, features, batch) for batch in batches)
+
+
+def _pairs(target: Target, features: Features, batch: Batch) -> Tensor:
+    last = at_bases(features.states(batch).last, batch.bases, batch.valid)
+    embedded = at_bases(target.embed(batch.tokens[:, 1:]).to(last), batch.bases, batch.valid)
+    return torch.cat([embedded, last], dim=-1)
+
+
+def _root_mean_square(parts: Iterable[Tensor]) -> Tensor:
+    """Of every column over the rows [n, C] of all parts: [C]."""
     total, count = torch.zeros(()), 0
-    for batch in batches:
-        taps = at_bases(features.states(batch).taps, batch.bases, batch.valid)
-        total = total.to(taps) + taps.square().sum(dim=0)
-        count += len(taps)
+    for part in parts:
+        total = total.to(part) + part.square().sum(dim=0)
+        count += len(part)
     return (total / max(1, count)).sqrt().clamp(min=1e-6)
 
 
