@@ -72,7 +72,7 @@ def eagle1_loss(
 
 @torch.no_grad()
 def start_from_layer(head: Eagle1Head, target: Target, index: int) -> bool:
-    """Start as "the state stays as it is", with one of the target's layers behind it: True where it fits.
+    """Start as "the state stays as it is" and one of the target's layers; True where it fits.
 
     The layer's two output projections start at zero. Its own are made for a residual stream that is
     many times larger than a state after the final norm (SmolLM2: 575 against 45), and a head that
@@ -84,8 +84,8 @@ def start_from_layer(head: Eagle1Head, target: Target, index: int) -> bool:
         return False
     for name, to in own.items():
         to.copy_(tensors[name])
-    layer.self_attn.o_proj.weight.zero_()
-    layer.mlp.down_proj.weight.zero_()
+    own["self_attn.o_proj.weight"].zero_()
+    own["mlp.down_proj.weight"].zero_()
     head.fc.weight.mul_(0.1)
     head.fc.weight[:, size:] += torch.eye(size, device=head.fc.weight.device)
     return True

@@ -134,7 +134,8 @@ def _root_mean_square(parts: Iterable[Tensor]) -> Tensor:
     for part in parts:
         total = total.to(part) + part.square().sum(dim=0)
         count += len(part)
-    return (total / max(1, count)).sqrt().clamp(min=1e-6)
+    sizes = (total / max(1, count)).sqrt()
+    return sizes.clamp(min=max(1e-6, 1e-3 * float(sizes.median())))  # a silent channel may wake up
 
 
 def layer_tensors(target: Target, index: int) -> dict[str, Tensor]:
