@@ -18,7 +18,7 @@ from speculant.train.responses import Sample, shard_path, write_shard
 from speculant.train.state import RunFolder
 from test_pipeline import TEMPLATE, tiny_model
 
-QUICK = ("--draft-vocab-size", 200, "--epochs", 1, "--steps", 2, "--precision", "float32")
+QUICK = ("--draft-vocab-size", 200, "--epochs", 1, "--precision", "float32")
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +161,14 @@ def test_wrong_words_are_one_line(model: Path, prompts: Path, tmp_path: Path) ->
     words = ("--target", model, "--prompts", prompts, "--out", tmp_path / "mine", *QUICK)
     assert "is no head" in refused("train", "medusa", *words)
     assert (tmp_path / "mine" / "notes.txt").exists()
+
+
+def test_an_option_that_a_kind_would_ignore_is_refused() -> None:
+    """Before anything is loaded: no target is named here."""
+    assert "it is for eagle3" in refused("train", "medusa", "--steps", 3)
+    assert "it is for eagle3, medusa, vanilla" in refused("train", "eagle1", "--loss", "mixed")
+    assert "it is for vanilla" in refused("train", "eagle3", "--layers", 4)
+    assert "it is for medusa" in refused("train", "vanilla", "--heads", 2)
 
 
 def test_a_broken_line_is_named_and_can_be_put_right(

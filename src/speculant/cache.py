@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 CALL_COLUMNS = 110
-"""Cached columns that one row reads in the time that one more call of attention takes; measured."""
+"""Cached columns that a row reads while one more call of attention begins: about 20 microseconds, at
+the 8.5 GB/s that one core of a server CPU reads."""
 
 
 class KVCache:

@@ -107,7 +107,7 @@ def train(
 ) -> None:
     """Train a draft for a target: requests, answers, features, training, selection; resumable."""
     with user_errors():
-        from ..pipeline.settings import TrainSettings, parse_seconds, parse_taps
+        from ..pipeline.settings import TrainSettings, check_options, parse_seconds, parse_taps
 
         seconds = parse_seconds(budget) if budget else None
         settings = TrainSettings(
@@ -137,6 +137,7 @@ def train(
             rows=rows,
             seed=seed,
         )
+        check_options(settings)
         set_threads(threads)
         if show_mask:
             show_one(settings)

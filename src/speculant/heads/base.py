@@ -7,27 +7,15 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from .layers import Attend
+from .layers import Attend, Sizes
 
 
-class EagleSizes(Protocol):
-    """The sizes of a head's config that drafting reads.
+class EagleSizes(Sizes, Protocol):
+    """What drafting reads of a head's config, beside its layer's sizes.
 
     taps:   target layers whose entering state is read, or (LAST,) for the state after the final norm
     target: fingerprint of the target it was trained for; empty where it is not known
     """
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
 
     @property
     def vocab_size(self) -> int: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from ..heads.weights import is_head
@@ -103,6 +103,26 @@ class TrainSettings:
     def run(self) -> Path:
         """Where the run's own files lie: data, state, metrics, picture."""
         return self.out.with_name(self.out.name + ".run")
+
+
+ONLY = {
+    "steps": ("eagle3",),
+    "single": ("eagle3",),
+    "loss": ("eagle3", "medusa", "vanilla"),
+    "heads": ("medusa",),
+    "layers": ("vanilla",),
+}
+"""Options that mean something to some kinds of heads only."""
+
+
+def check_options(settings: TrainSettings) -> None:
+    """Raise ValueError for an option that the kind would silently ignore."""
+    usual = {field.name: field.default for field in fields(TrainSettings)}
+    for name, kinds in ONLY.items():
+        if settings.kind not in kinds and getattr(settings, name) != usual[name]:
+            raise ValueError(
+                f"--{name} means nothing to {settings.kind}: it is for {', '.join(kinds)}"
+            )
 
 
 def parse_seconds(text: str) -> float:

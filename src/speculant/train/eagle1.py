@@ -139,10 +139,7 @@ class Eagle1Objective:
 
     def _unroll(self, batch: Batch, features: Tensor, steps: int) -> list[Tensor]:
         embedded = self.target.embed(batch.tokens[:, 1:]).float()
-        bases = batch.bases.clamp(
-            max=embedded.shape[1] - 1
-        )  # those behind a row's end mean nothing
-        return unroll(self.head, embedded, features, bases, steps)
+        return unroll(self.head, embedded, features, batch.bases, steps)
 
     def _generator(self, batch: Batch) -> torch.Generator:
         """The batch's own noise, the same whenever this batch comes."""

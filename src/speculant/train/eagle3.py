@@ -10,7 +10,7 @@ from ..target.base import Target
 from .data import Batch
 from .features import Features, States
 from .losses import LOSSES, Outcome, Teacher, step_loss
-from .teaching import Vocabulary, accepted_chains
+from .teaching import Vocabulary, accepted_chains, head_pairs
 from .ttt import unroll
 
 
@@ -51,16 +51,13 @@ class Eagle3Objective:
         bases, valid = batch.bases, batch.valid
         outputs = self._unroll(batch, states, bases, self.active)
         wanted = self.vocabulary.teacher(batch, states)
-        row = valid.reshape(-1).cumsum(0).view(valid.shape) - 1  # answer token -> row of `wanted`
         total, steps = states.last.new_zeros(()), []
         for k, hidden in enumerate(outputs):
-            most = valid.shape[1] - k  # base a predicts answer token a + k at step k
-            if most < 1:
+            learns, tokens = head_pairs(valid, k)  # base a predicts answer token a + k at step k
+            if not len(learns):
                 break
-            there = valid[:, k:]
-            chosen = row[:, k:][there]
-            logits = self.head.logits(hidden[:, :most][there])  # shape: [n, Vd]
-            part = Teacher(wanted.probs[chosen], wanted.best[chosen])
+            logits = self.head.logits(hidden[valid][learns])  # shape: [m, Vd]
+            part = Teacher(wanted.probs[tokens], wanted.best[tokens])
             step = step_loss(logits, part, self.kind)
             total = total + self.decay**k * step.loss
             steps.append(step)

@@ -24,22 +24,18 @@ from ..target.base import Target
 from .data import Batch
 from .features import CHUNK, Features
 from .losses import LOSSES, Outcome, StepLoss, Teacher, step_loss
-from .teaching import Vocabulary, accepted_chains, answer_tokens, at_bases, likeliest
+from .teaching import (
+    Vocabulary,
+    accepted_chains,
+    answer_tokens,
+    at_bases,
+    head_pairs,
+    likeliest,
+)
 
 DECAY = 0.8
 """The paper's weight of head h is 0.8^h."""
 KINDS = ("tokens", *LOSSES)
-
-
-def head_pairs(valid: Tensor, head: int) -> tuple[Tensor, Tensor]:
-    """What one head learns from what, [m] int64 each: the shift, at one place.
-
-    valid: [B, A] bool, answer token a exists; its n entries are numbered row by row. Returns the
-    numbers of the bases and of the answer tokens, `head` further on in the same row.
-    """
-    number = valid.reshape(-1).cumsum(0).view(valid.shape) - 1
-    ahead = valid[:, head:]  # an answer has no gaps: where a + head exists, so does a
-    return number[:, : ahead.shape[1]][ahead], number[:, head:][ahead]
 
 
 def medusa_loss(

@@ -59,6 +59,17 @@ def at_bases(x: Tensor, bases: Tensor, valid: Tensor) -> Tensor:
     return x[rows[valid], bases[valid]]
 
 
+def head_pairs(valid: Tensor, head: int) -> tuple[Tensor, Tensor]:
+    """What a Medusa head or an EAGLE-3 step learns from what, [m] int64 each: the shift, at one place.
+
+    valid: [B, A] bool, answer token a exists; its n entries are numbered row by row. Returns the
+    numbers of the bases and of the answer tokens, `head` further on in the same row.
+    """
+    number = valid.reshape(-1).cumsum(0).view(valid.shape) - 1
+    ahead = valid[:, head:]  # an answer has no gaps: where a + head exists, so does a
+    return number[:, : ahead.shape[1]][ahead], number[:, head:][ahead]
+
+
 def answer_tokens(batch: Batch) -> Tensor:
     """[B, A] int64: answer token a of every row; no meaning where it is not valid."""
     return batch.tokens.gather(1, (batch.bases + 2).clamp(max=batch.tokens.shape[1] - 1))
