@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from speculant.cache import CacheRows, KVCache, additive
+from speculant.cache import CacheRows, KVCache
 
 LAYERS, HEADS, DIM = 2, 3, 4
 
@@ -197,44 +197,6 @@ def test_write_behind_the_lengths(slots: list[int]) -> None:
             want = entries([[10 * slot + column - start]], 1)[0, :, 0] if written else -1.0
             assert bool((cell == want).all())
     assert cache.lengths == [3, 1, 7, 0]
-
-
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_attention_over_steps_equals_one_row_at_a_time(data: st.DataObject) -> None:
-    """Steps of a tree over a ragged batch: every query against the keys its mask names, gathered.
-
-    What no mask shows is garbage, finite and large.
-    """
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    heads, new = 2 * HEADS, data.draw(st.integers(1, 3))
-    cache = KVCache(1, 4, 160, HEADS, DIM)
-    cache.data.copy_(torch.randn(cache.data.shape, generator=generator))
-    cache.lengths[:] = data.draw(st.permutations([0, 3, 5, 140]))  # read in stretches
-    slots = sorted(data.draw(st.sets(st.integers(0, 3), min_size=1)))
-    lengths, count = [cache.lengths[s] for s in slots], len(slots)
-    for step in range(3):
-        behind = new * step
-        mask = torch.rand(count, new, behind + new, generator=generator) < 0.5
-        mask[:, range(new), range(behind, behind + new)] = True
-        rows = cache.rows(slots, new, behind)
-        q = torch.randn(count, heads, new, DIM, generator=generator)
-        k, v = torch.randn(2, count, HEADS, new, DIM, generator=generator)
-        cuts = rows.stretches()
-        biases = [additive(rows.visible(a, b, mask), 2, torch.float32) for a, b in cuts]
-        for slot in slots:
-            end = cache.lengths[slot] + behind + new
-            cache.data[:, :, slot, :, end:] = 1e4
-        out = rows.attend(0, q, k, v, biases)
-        for b, slot in enumerate(slots):
-            for i in range(new):
-                uncommitted = mask[b, i].nonzero().flatten() + lengths[b]
-                columns = torch.cat([torch.arange(lengths[b]), uncommitted])
-                for h in range(heads):
-                    keys, values = cache.data[:, 0, slot, h // 2, columns]
-                    weights = (keys @ q[b, h, i] / DIM**0.5).softmax(0)
-                    torch.testing.assert_close(out[b, h, i], weights @ values)
-    assert [cache.lengths[slot] for slot in slots] == lengths
 
 
 def test_erase_zeroes_what_lies_behind() -> None:

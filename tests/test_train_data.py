@@ -20,6 +20,7 @@ from torch import Tensor
 from speculant.sampling import SamplingParams
 from speculant.train.data import Corpus, Item, find_shards
 from speculant.train.prompts import (
+    RELAYS,
     Unique,
     follow_up,
     looping,
@@ -144,7 +145,7 @@ def test_looping() -> None:
 
 def test_a_shard_answers_requests_documents_and_turns() -> None:
     script = Script()
-    samples = maker(script, conversations=40, documents=0.5, turns=1.0).make(3)
+    samples = maker(script, conversations=40, documents=0.5, relays=0.0, turns=1.0).make(3)
     texts = [Characters().decode(s.prompt) for s in samples]
     assert all(text.endswith("|<assistant>") for text in texts)
     turns = [text.count("<user>") for text in texts]
@@ -173,6 +174,21 @@ def test_loops_are_left_out() -> None:
     script = Script()
     script.loops = True
     assert maker(script, conversations=8).make(0) == []
+
+
+def test_a_relay_asks_the_target_what_it_wrote() -> None:
+    """The answer to the first request is the second one's text, in a conversation of its own."""
+    script = Script()
+    samples = maker(script, conversations=40, documents=0.0, relays=1.0, turns=0.0).make(3)
+    texts = [Characters().decode(s.prompt) for s in samples]
+    assert all(text.count("<user>") == 1 for text in texts)
+    requests = [first.split("{seed}")[0] for first, _ in RELAYS]
+    asked = [i for i, t in enumerate(texts) if any(r in t for r in requests)]
+    answered = [i for i in range(len(samples)) if i not in asked]
+    assert len(asked) >= 20
+    assert answered
+    written = [Characters().decode(samples[i].answer).rstrip("|") for i in asked]
+    assert all(any(w in texts[i] for w in written) for i in answered)
 
 
 def test_no_sample_is_longer_than_asked() -> None:

@@ -17,7 +17,6 @@ from itertools import pairwise
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 CALL_COLUMNS = 110
 """Cached columns that a row reads while one more call of attention begins: about 20 microseconds, at
@@ -137,7 +136,7 @@ class CacheRows:
         return [part for a, b in self._runs for part in _split(self.starts, a, b)]
 
     def stretches(self) -> list[tuple[int, int]]:
-        """Runs cut where rows of very different lengths meet; what `attend` reads at once.
+        """Runs cut where rows of very different lengths meet; what attention reads at once.
 
         Rows read together read as many columns as the longest of them. Reading is what attention
         of few new tokens costs, so short rows are read without their long neighbours:
@@ -197,30 +196,6 @@ class CacheRows:
         index = (starts[:, None] + torch.arange(width, device=device))[:, None, :]
         return seen.scatter(2, index.expand(b - a, new, width), among)
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        biases: Sequence[Tensor | None],
-    ) -> Tensor:
-        """Write new K/V, then attention of the new tokens over all that is cached.
-
-        queries: [B, H, T, D]; keys, values: [B, Hkv, T, D]; biases: one a stretch, from `additive`.
-        Query head h = kv * G + g reads K/V head kv: the G heads of one K/V head are stacked as extra
-        query rows, so grouped-query attention needs no expanded keys. Returns [B, H, T, D].
-        """
-        self.write(layer, keys, values)
-        rows, heads, new, dim = queries.shape
-        stacked = queries.reshape(rows, keys.shape[1], -1, dim)  # shape: [B, Hkv, G * T, D]
-        parts = []
-        for (a, b), bias in zip(self.stretches(), biases, strict=True):
-            k, v = self.read(layer, a, b)
-            parts.append(scaled_dot_product_attention(stacked[a:b], k, v, attn_mask=bias))
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out.view(rows, heads, new, dim)
-
     @cached_property
     def _index(self) -> tuple[Tensor, Tensor]:
         device = self.cache.data.device
@@ -240,13 +215,6 @@ def _split(starts: Sequence[int], a: int, b: int) -> list[tuple[int, int]]:
         else:
             widest = wider
     return [*parts, (first, b)]
-
-
-def additive(seen: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """What may be seen, [B, T, S] bool, as a bias [B, 1, G * T, S]: 0 or -inf."""
-    bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-    bias.masked_fill_(~seen, float("-inf"))
-    return bias[:, None].repeat(1, 1, groups, 1)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

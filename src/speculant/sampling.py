@@ -14,12 +14,15 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 GREEDY_BELOW = 1e-4
 """Temperatures below this are argmax: dividing by them would overflow float32."""
 MAX_SEED = 2**63 - 1
 LARGEST = 1e4
 """Largest bias and penalty: far beyond any logit, far below what overflows at a low temperature."""
+DRAW_BLOCK = 256
+"""Tokens whose probabilities are added up before one of them is drawn."""
 TOP_P_SHORTLIST = 512
 
 
@@ -251,16 +254,30 @@ def _head(values: Tensor, top_p: float) -> Tensor:
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
     """Token ids [...] drawn from probs [..., V] by inverting the cumulative sum at uniforms [...].
 
-    The cumulative sum is float64 and is scaled by its own total, so a token of probability 0 is
-    never drawn: the first index whose sum exceeds the threshold has added to it.
+    First among blocks of DRAW_BLOCK tokens, then inside one: adding up blocks is thirty times
+    cheaper than a running sum over a vocabulary of 49,152. Sums are float64 and scaled by their own
+    total, so a token of probability 0 is never drawn: the first index whose sum exceeds the
+    threshold has added to it.
     """
-    sums = probs.cumsum(dim=-1, dtype=torch.float64)
+    vocab = probs.shape[-1]
+    size = min(DRAW_BLOCK, vocab)
+    parts = F.pad(probs, (0, -vocab % size)).unflatten(-1, (-1, size))  # shape: [..., N, size]
+    sums = parts.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     total = sums[..., -1:]
     if not bool((total > 0).all()):
         raise FloatingPointError("nothing to draw from: every token is forbidden or NaN")
-    below = torch.nextafter(total, torch.zeros_like(total))
-    threshold = torch.minimum(uniforms.to(sums)[..., None] * total, below)
-    return torch.searchsorted(sums, threshold, right=True).squeeze(-1)
+    threshold = _below(uniforms.to(sums)[..., None] * total, total)
+    block = torch.searchsorted(sums, threshold, right=True)  # shape: [..., 1]
+    before = F.pad(sums, (1, 0)).gather(-1, block)
+    index = block[..., None].expand(*block.shape, size)
+    inside = parts.gather(-2, index).squeeze(-2).cumsum(dim=-1, dtype=torch.float64)
+    threshold = _below(threshold - before, inside[..., -1:])
+    return (block * size + torch.searchsorted(inside, threshold, right=True)).squeeze(-1)
+
+
+def _below(threshold: Tensor, total: Tensor) -> Tensor:
+    """Thresholds kept under their total, so that rounding never asks for more than there is."""
+    return torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
 
 
 def broken_rows(logits: Tensor, positions: Tensor, real: Tensor) -> dict[int, str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..cache import CacheRows, KVCache, additive
+from ..attention import Reading
+from ..cache import CacheRows, KVCache
 from ..heads.base import EagleHead
 from .base import DraftRow
 
@@ -79,11 +81,5 @@ class CachedHead:
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         """Attention of new pairs over the head's cache, as the mask allows."""
         groups = self.head.config.num_heads // self.head.config.kv_heads
-        biases = [
-            additive(rows.visible(a, b, mask), groups, self.dtype) for a, b in rows.stretches()
-        ]
-
-        def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return rows.attend(0, queries, keys, values, biases)
-
-        return attend
+        reading = Reading(rows, mask, groups)
+        return partial(reading.attend, 0)

@@ -1,8 +1,7 @@
 """The fast dense decoder: Llama, SmolLM2, Mistral, Qwen2, Qwen3 in one file.
 
 Fused QKV and gate-up projections, prepacked linears, attention that reads the preallocated cache
-in place (the query heads of one K/V head are stacked as extra query rows, so grouped-query
-attention needs no expanded keys), and nothing per step but the loop over the layers.
+in place, and nothing per step but the loop over the layers.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..cache import CacheRows, KVCache, additive
+from ..attention import Reading
+from ..cache import CacheRows, KVCache
 from .base import LAST, LoadError, TargetInfo, Tokenizer
 from .layers import Layer, Tensors, read_layer
 from .linear import Embedding, Linear
@@ -206,12 +206,13 @@ class LlamaTarget:
         tokens, positions = tokens.to(device), positions.to(device)
         hidden = self.embedding(tokens)  # shape: [B, T, H]
         rotary = self._rotary(positions)
-        masks = [self._mask(a, b, mask, positions, cache) for a, b in cache.stretches()]
+        groups = self.config.num_heads // self.config.kv_heads
+        reading = Reading(cache, mask, groups, positions, self.config.window)
         tapped: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
             if i in taps:
                 tapped[i] = hidden
-            hidden = hidden + self._attend(i, layer, hidden, rotary, masks, cache)
+            hidden = hidden + self._attend(i, layer, hidden, rotary, reading)
             x = F.rms_norm(hidden, layer.mlp_norm.shape, layer.mlp_norm, self.config.norm_eps)
             gate, up = layer.gate_up(x).chunk(2, dim=-1)  # shape: [B, T, I] each
             hidden = hidden + layer.down(F.silu(gate) * up)
@@ -229,31 +230,13 @@ class LlamaTarget:
         dtype = self.info.dtype
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
-    def _mask(
-        self, a: int, b: int, mask: Tensor | None, positions: Tensor, cache: CacheRows
-    ) -> Tensor | None:
-        """Additive mask [b - a, 1, G * T, span] of a stretch; None when everything is visible."""
-        window, new, dtype = self.config.window, cache.new_tokens, self.info.dtype
-        even = new == 1 and min(cache.starts[a:b]) == max(cache.starts[a:b])
-        if even and (window is None or cache.span(a, b) <= window):
-            return None
-        seen = cache.visible(a, b, mask)  # shape: [b - a, T, span]
-        if window is not None:
-            columns = torch.arange(seen.shape[-1], device=seen.device).expand(b - a, -1).clone()
-            for row, start in enumerate(cache.starts[a:b]):
-                columns[row, start : start + new] = positions[a + row]
-            seen &= positions[a:b, :, None] - columns[:, None, :] < window
-        groups = self.config.num_heads // self.config.kv_heads
-        return additive(seen, groups, dtype)
-
     def _attend(
         self,
         index: int,
         layer: Layer,
         hidden: Tensor,
         rotary: tuple[Tensor, Tensor],
-        masks: Sequence[Tensor | None],
-        cache: CacheRows,
+        reading: Reading,
     ) -> Tensor:
         """Norm, attention over the cached prefix and the new tokens, output projection: [B, T, H]."""
         config = self.config
@@ -267,7 +250,7 @@ class LlamaTarget:
             k = F.rms_norm(k, (dim,), layer.k_norm, config.norm_eps)
         q, k = _rotate(q, *rotary), _rotate(k, *rotary)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # shape: [B, heads or Hkv, T, D]
-        out = cache.attend(index, q, k, v, masks).transpose(1, 2)
+        out = reading.attend(index, q, k, v).transpose(1, 2)
         return layer.out(out.reshape(rows, new, -1))
 
 

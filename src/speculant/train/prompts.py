@@ -42,6 +42,20 @@ FOLLOW_UPS = (
     "What is the main idea of the text below? Quote the sentence that shows it.\n\n{text}",
     "Correct the mistakes in this text and return it in full.\n\n{text}",
 )
+RELAYS = (
+    ("Write a math word problem with numbers, without its solution, about: {seed}", "{text}"),
+    ("Ask one short factual question about this topic: {seed}", "{text}"),
+    ("Schreibe zwei deutsche Sätze zum Thema: {seed}", "Translate German to English: {text}"),
+    ("Écris trois phrases en français sur: {seed}", "Translate French to English: {text}"),
+    ("Write a newspaper report about: {seed}", "Summarize: {text}"),
+    ("Write an encyclopedia entry about: {seed}",
+     "{text}\nWhat does this mean, and why is it important?"),
+    ("Write a list of facts with names, dates and numbers about: {seed}",
+     "Extract every name, date and number from the following text.\n\n{text}"),
+    ("Write a short Python function with a bug in it, about: {seed}",
+     "Find the bug in this code and correct it.\n\n{text}"),
+)  # fmt: skip
+"""A request whose answer is the next user's message: problems, questions, texts to work on."""
 COMPARISONS = (
     "Compare these two texts.\n\nText 1:\n{text}\n\nText 2:\n{other}",
     "Write one summary that covers both texts.\n\nFirst:\n{text}\n\nSecond:\n{other}",
@@ -129,6 +143,12 @@ def document_request(seed_text: str, rng: random.Random) -> str:
 def follow_up(document: str, rng: random.Random) -> str:
     """A task about a document the target wrote."""
     return rng.choice(FOLLOW_UPS).format(text=document.strip())
+
+
+def relay(seed_text: str, rng: random.Random) -> tuple[str, str]:
+    """A request, and what a user says to the target who was given its answer as {text}."""
+    first, second = rng.choice(RELAYS)
+    return first.format(seed=seed_text.strip()), second
 
 
 def comparison(document: str, other: str, rng: random.Random) -> str:

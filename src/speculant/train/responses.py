@@ -27,6 +27,7 @@ from .prompts import (
     follow_up,
     looping,
     opening,
+    relay,
     second_turn,
     usable,
 )
@@ -53,7 +54,9 @@ class Recipe:
     conversations: synthesised requests a shard starts from
     documents:     share of them that become a long text and a task about it
     pairs:         share of the documents that stand in one request with another one
-    turns:         share of the others that go on for a second and a third turn
+    relays:        share of the others that become a problem, a question or a text that the target
+                   writes and is then asked about, as users ask: maths, facts, translation, code
+    turns:         share of what is left that goes on for a second and a third turn
     temperatures:  answers are generated at these, evenly; 0 is greedy
     min_p:         of sampled answers: without it a small target at temperature 1 strays into text that
                    nobody would serve and that has little to learn from (a quarter of all answer
@@ -62,9 +65,10 @@ class Recipe:
     longest:       samples beyond this many tokens are left out
     """
 
-    conversations: int = 192
-    documents: float = 0.35
+    conversations: int = 320
+    documents: float = 0.25
     pairs: float = 0.3
+    relays: float = 0.3
     turns: float = 0.4
     temperatures: tuple[float, ...] = (0.0, 0.0, 0.7, 1.0)
     min_p: float = 0.1
@@ -75,8 +79,9 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.conversations < 1 or not self.temperatures:
             raise ValueError("a shard needs at least one conversation and one temperature")
-        if not all(0 <= share <= 1 for share in (self.documents, self.pairs, self.turns)):
-            raise ValueError("documents, pairs and turns are shares between 0 and 1")
+        shares = (self.documents, self.pairs, self.relays, self.turns)
+        if not all(0 <= share <= 1 for share in shares):
+            raise ValueError("documents, pairs, relays and turns are shares between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -101,8 +106,11 @@ class ShardMaker:
         rng = random.Random(f"{self.recipe.seed}/{index}")
         requests = self._requests(rng)
         documents = round(len(requests) * self.recipe.documents)
+        relays = round((len(requests) - documents) * self.recipe.relays)
         first = [[_user(document_request(text, rng))] for text in requests[:documents]]
-        first += [[_user(text)] for text in requests[documents:]]
+        passed = [relay(text, rng) for text in requests[documents : documents + relays]]
+        first += [[_user(request)] for request, _ in passed]
+        first += [[_user(text)] for text in requests[documents + relays :]]
         samples, answers = self._answer(first, rng, documents)
         second: list[list[Message]] = []
         other = ""
@@ -112,6 +120,9 @@ class ShardMaker:
             if i < documents:
                 second.append(self._task(messages, answer.text, other, rng))
                 other = answer.text
+            elif i < documents + relays:
+                text = passed[i - documents][1].replace("{text}", answer.text.strip())
+                second.append([_user(text)])
             elif rng.random() < self.recipe.turns:
                 turn = _user(second_turn(rng))
                 second.append([*messages, _assistant(answer.text), turn])

@@ -1,0 +1,1 @@
+"""Compiled inner loops (C++, no dependency), and plain torch where there is no compiler."""
