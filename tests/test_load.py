@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from speculant.target import convert, load
-from speculant.target.base import LoadError
+from speculant.target.base import LoadError, UnknownModelError
 from speculant.target.load import load_target, resolve, target_fingerprint
 from speculant.target.tokenizer import FileTokenizer
 
@@ -420,3 +420,62 @@ def test_the_bundled_tokenizer_keeps_a_blank_line_before_a_digit(bundled: Path) 
     tokenizer = FileTokenizer.from_folder(bundled)
     assert tokenizer.eos_ids == {2}
     assert tokenizer.encode("a\n\n12") == [81, *tokenizer.encode("\n\n"), 33, 34]
+
+
+def quantised_gguf(path: Path, source: Path) -> None:
+    """The tiny GGUF with its matrices as Q4_1 blocks, the embedding as Q8_0."""
+    import gguf
+
+    reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(str(path), "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture")):
+            kind, sub = field.types[0], field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(field.name, field.contents(), kind, sub_type=sub)
+    for tensor in reader.tensors:
+        kinds, name = gguf.GGMLQuantizationType, tensor.name
+        kind = kinds.Q8_0 if name == "token_embd.weight" else kinds.Q4_1
+        if "norm" in name:
+            writer.add_tensor(name, tensor.data)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(tensor.data, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_ggufs_blocks_are_used_as_they_are(whole_gguf: Path, tmp_path: Path, cache: Path) -> None:
+    """Bit for bit the weights that the gguf library dequantises; the same logits within rounding."""
+    from safetensors.torch import load_file
+
+    from speculant.target.quantised import QuantisedFile
+
+    path = tmp_path / "blocks.gguf"
+    quantised_gguf(path, whole_gguf)
+    dense = load_target(path)
+    folder = dense.info.folder
+    assert folder is not None
+    tensors = load_file(folder / "model.safetensors")
+    matrices = [name for name, t in tensors.items() if t.ndim == 2]
+    blocks = QuantisedFile(folder)
+    for name in matrices:
+        found = blocks.take([name])
+        assert found is not None
+        assert found.form == ("q8_0" if "embed" in name else "q4_1")
+        assert torch.equal(found.dequantised(), tensors[name])
+    whole = load_target(path, weights="file")
+    tokens, positions = torch.tensor([[1, 5, 9, 3]]), torch.arange(4)[None]
+    logits = []
+    for target in (dense, whole):
+        rows = target.new_cache(1, 8).rows([0], 4)
+        logits.append(target.forward(tokens, positions, None, rows)[0])
+    torch.testing.assert_close(logits[0], logits[1], atol=1e-5, rtol=1e-4)
+
+
+def test_weights_that_cannot_be(whole_gguf: Path, tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(LoadError, match="Q4_1 or Q8_0"):
+        load_target(whole_gguf, weights="file")
+    with pytest.raises(UnknownModelError, match="must be one of"):
+        load_target(whole_gguf, weights="int3")
+    with pytest.raises(LoadError, match="fast decoder"):
+        load_target(whole_gguf, weights="int8", backend="hf")

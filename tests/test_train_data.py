@@ -22,6 +22,7 @@ from speculant.train.data import Corpus, Item, find_shards
 from speculant.train.prompts import (
     RELAYS,
     Unique,
+    before_loop,
     follow_up,
     looping,
     opening,
@@ -174,6 +175,40 @@ def test_loops_are_left_out() -> None:
     script = Script()
     script.loops = True
     assert maker(script, conversations=8).make(0) == []
+
+
+def test_an_answer_ends_where_its_loop_begins() -> None:
+    fresh = list(range(100))
+    assert before_loop(fresh) == 100
+    assert before_loop([]) == 0
+    assert before_loop(fresh + [7, 8, 9, 5, 4, 3, 2] * 3) == 121  # too short a loop to be one
+    loop = [7, 8, 9, 5, 4, 3, 2, 1]
+    cut = before_loop(fresh + loop * 12)
+    assert 100 <= cut <= 108  # one pass is new
+    assert before_loop(fresh + loop * 12 + fresh) == cut
+    assert before_loop([1] * 90) <= 6
+
+
+def test_a_looping_answer_is_cut_with_its_states() -> None:
+    text = "Some forty characters that repeat nothing; " + "again and " * 20
+    ids = Characters().encode(text)
+
+    def generate(
+        prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[Answer]:
+        if prompts and Characters().decode(prompts[0]) == "<user>":
+            return Script()(prompts, params)
+        states = [torch.arange(len(p) + len(ids) - 1.0)[:, None] for p in prompts]
+        return [Answer(ids, text, "length", s) for s in states]
+
+    recipe = Recipe(conversations=12, documents=0.0, relays=0.0, turns=0.0)
+    samples = ShardMaker(Characters(), generate, recipe).make(0)
+    assert samples
+    for sample in samples:
+        assert 32 <= len(sample.answer) < 60
+        assert sample.answer == ids[: len(sample.answer)]
+        assert sample.states is not None
+        assert len(sample.states) == len(sample.prompt) + len(sample.answer) - 1
 
 
 def test_a_relay_asks_the_target_what_it_wrote() -> None:

@@ -3,6 +3,9 @@
 
 #include <cstdint>
 #include <cstring>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 constexpr int LANES = 16;
 typedef float Vec __attribute__((vector_size(4 * LANES)));
@@ -25,6 +28,31 @@ static inline Vec load(const Bf16 *from) {  // the upper half of a float32
   std::memcpy(&h, from, sizeof h);
   return reinterpret_cast<Vec>(__builtin_convertvector(h, Words) << 16);
 }
+
+// Sixteen bytes as int32. Compilers know this instruction, but not always that it is meant here.
+static inline Ints widen(const int8_t *from) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Ints>(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(LANES)));
+  Bytes b;
+  std::memcpy(&b, from, sizeof b);
+  return __builtin_convertvector(b, Ints);
+#endif
+}
+
+static inline Ints widen(const uint8_t *from) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<Ints>(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))));
+#else
+  typedef uint8_t Bytes __attribute__((vector_size(LANES)));
+  Bytes b;
+  std::memcpy(&b, from, sizeof b);
+  return __builtin_convertvector(b, Ints);
+#endif
+}
+
+static inline Vec floats(Ints i) { return __builtin_convertvector(i, Vec); }
 
 static inline void store(float *to, Vec v) { std::memcpy(to, &v, sizeof v); }
 

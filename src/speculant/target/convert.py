@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .base import LoadError
+from .quantised import write_quantised
 from .tokenizer import line
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-FORMAT = 1
+FORMAT = 2
 """Part of the cache key: raise it when a conversion starts to give other files."""
 SAMPLE_BYTES, SAMPLES = 1 << 16, 32
 SPARE_BYTES = 64 << 20
@@ -52,7 +53,7 @@ def convert_gguf(path: Path) -> Path:
     if (converted / "model.safetensors").is_file():
         return converted
     reader = _read_whole(path)
-    needed = sum(int(tensor.n_elements) for tensor in reader.tensors) * 4 + SPARE_BYTES
+    needed = sum(int(tensor.n_elements) for tensor in reader.tensors) * 5 + SPARE_BYTES
     try:
         converted.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(converted.parent).free
@@ -145,6 +146,7 @@ def _write(path: Path, reader: GGUFReader, folder: Path) -> None:
             generation = json.dumps(model.generation_config.to_diff_dict(), indent=2, default=str)
             (folder / "generation_config.json").write_text(generation)
     _save_weights(model, folder / "model.safetensors")
+    write_quantised(reader, model.state_dict(), config, folder)
 
 
 def _read(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -39,6 +39,16 @@ class Source(Protocol):
         """A tensor of the given shape; see `weights.Reader.take`."""
         ...
 
+    def linear(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, int]],
+        keep: bool = False,
+        bias: Tensor | None = None,
+    ) -> Linear:
+        """Matrices one below the other, packed; see `weights.Reader.linear`."""
+        ...
+
 
 class Tensors:
     """Named tensors in memory, taken as `weights.Reader` takes them from a folder."""
@@ -62,6 +72,17 @@ class Tensors:
             )
         return tensor.to(self.device, self.dtype, copy=copy)
 
+    def linear(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, int]],
+        keep: bool = False,
+        bias: Tensor | None = None,
+    ) -> Linear:
+        """Matrices one below the other, packed as they are."""
+        parts = [self.take(*part, keep=keep) for part in zip(names, shapes, strict=True)]
+        return Linear(torch.cat(parts), bias)
+
     def finish(self) -> None:
         """Raise LoadError when a tensor was not taken."""
         if self.left:
@@ -72,30 +93,29 @@ def read_layer(reader: Source, config: LlamaConfig, index: int) -> Layer:
     """One layer's tensors, fused and packed. Biases and q/k norms are read where they exist."""
     prefix = f"model.layers.{index}."
     heads, kv = config.num_heads * config.head_dim, config.kv_heads * config.head_dim
-    sizes, biased = {"q": heads, "k": kv, "v": kv}, config.model_type == "qwen2"
+    hidden, mid = config.hidden_size, config.intermediate_size
+    sizes = {"q_proj": heads, "k_proj": kv, "v_proj": kv}
 
-    def fused(names: Mapping[str, int], where: str) -> Linear:
-        weights, biases = [], []
-        for name, size in names.items():
-            weights.append(
-                reader.take(f"{prefix}{where}.{name}_proj.weight", (size, config.hidden_size))
-            )
-            if biased and where == "self_attn":
-                biases.append(reader.take(f"{prefix}{where}.{name}_proj.bias", (size,)))
-        return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
+    def fused(where: str, parts: Mapping[str, int], inputs: int, biased: bool = False) -> Linear:
+        names, shapes = [f"{prefix}{where}.{p}" for p in parts], list(parts.values())
+        bias = None
+        if biased:
+            each = zip(names, shapes, strict=True)
+            bias = torch.cat([reader.take(f"{n}.bias", (size,)) for n, size in each])
+        weights = [f"{n}.weight" for n in names]
+        return reader.linear(weights, [(size, inputs) for size in shapes], bias=bias)
 
     def norm(name: str, size: int) -> Tensor:
         return reader.take(f"{prefix}{name}.weight", (size,), copy=True)
 
     qk_norm = config.model_type == "qwen3"
-    mid = config.intermediate_size
     return Layer(
-        input_norm=norm("input_layernorm", config.hidden_size),
-        qkv=fused(sizes, "self_attn"),
+        input_norm=norm("input_layernorm", hidden),
+        qkv=fused("self_attn", sizes, hidden, biased=config.model_type == "qwen2"),
         q_norm=norm("self_attn.q_norm", config.head_dim) if qk_norm else None,
         k_norm=norm("self_attn.k_norm", config.head_dim) if qk_norm else None,
-        out=Linear(reader.take(f"{prefix}self_attn.o_proj.weight", (config.hidden_size, heads))),
-        mlp_norm=norm("post_attention_layernorm", config.hidden_size),
-        gate_up=fused({"gate": mid, "up": mid}, "mlp"),
-        down=Linear(reader.take(f"{prefix}mlp.down_proj.weight", (config.hidden_size, mid))),
+        out=fused("self_attn", {"o_proj": hidden}, heads),
+        mlp_norm=norm("post_attention_layernorm", hidden),
+        gate_up=fused("mlp", {"gate_proj": mid, "up_proj": mid}, hidden),
+        down=fused("mlp", {"down_proj": hidden}, mid),
     )

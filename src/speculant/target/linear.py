@@ -1,9 +1,9 @@
 """Linear layers and embedding look-ups for few rows.
 
 Speculation lives from a forward of 8 rows that costs little more than one of a single row.
-torch's `F.linear` does not give that on a CPU: SmolLM2's matrices take 42 ms for one row, 66 ms
-for eight on two cores. The same weights prepacked once for oneDNN take 25 and 29 ms, so on a CPU
-the packed operator is used (and only the packed copy is kept); elsewhere `F.linear`.
+torch's `F.linear` does not give that on a CPU. Our own kernel (`native/linear.cpp`) does, in every
+weight format, and gives a row the same result alone and among others. It computes in float32; where
+the model runs in bfloat16, or the library is not compiled, the weights are prepacked for oneDNN.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..native.linear import PackedLinear, Quantised, can_pack, quantise
+
 PACK_ROWS = 16
-"""Row count the packed layout is chosen for; measured best over 1 to 64 rows."""
+"""Row count that oneDNN's layout is chosen for; measured best over 1 to 64 rows."""
+WEIGHTS = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "q4_1"}
+"""What `weights` may be -> the format of the packed matrices."""
 
 
-def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+def can_prepack(dtype: torch.dtype, device: torch.device) -> bool:
     """True when oneDNN's packed linear exists here for this dtype."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
@@ -28,26 +32,56 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Linear:
-    """y = x W^T + b, with W [out, in] packed where the machine has a packed operator."""
+    """y = x W^T + b, with W [out, in] packed in the best way that this machine has for it."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.out_features, self.in_features = weight.shape
+    def __init__(
+        self, weight: Tensor | Quantised, bias: Tensor | None = None, weights: str = ""
+    ) -> None:
+        """weights: a key of WEIGHTS to round to; "" keeps the numbers as they are.
+
+        A quantised `weight` is used as it is. Without the library it stays what it was rounded to,
+        dequantised.
+        """
+        kind = torch.float32 if isinstance(weight, Quantised) else weight.dtype
+        source = weight if isinstance(weight, Tensor) else weight.codes
+        (self.out_features, self.in_features), device = source.shape, source.device
+        form = weight.form if isinstance(weight, Quantised) else WEIGHTS.get(weights, "float32")
         self.bias = bias
-        self.packed = can_pack(weight.dtype, weight.device)
+        self.own: PackedLinear | None = None
+        rounded = bool(weights) or kind is torch.float32
+        if rounded and can_pack(self.in_features, form, device):
+            self.own = PackedLinear(_rounded(weight, form), bias)
+            return
+        dense = _dense(_rounded(weight, form), kind) if rounded else _dense(weight, kind)
+        self.packed = can_prepack(kind, device)
         if self.packed:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACK_ROWS)
-        elif weight.device.type == "cpu":
-            weight = weight.clone()  # it may be a view of a mapped file
-        self.weight = weight
+            dense = torch.ops.mkldnn._reorder_linear_weight(dense.contiguous(), PACK_ROWS)
+        elif device.type == "cpu":
+            dense = dense.clone()  # it may be a view of a mapped file
+        self.weight = dense
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
+        if self.own is not None:
+            return self.own(x).to(x.dtype)
         if self.packed:
             y: Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self.weight, self.bias, "none", [], ""
             )
             return y
         return F.linear(x, self.weight, self.bias)
+
+
+def _rounded(weight: Tensor | Quantised, form: str) -> Tensor | Quantised:
+    if isinstance(weight, Quantised):
+        return weight
+    if form in ("float32", "bfloat16"):
+        return weight.to(getattr(torch, form))
+    return quantise(weight, form)
+
+
+def _dense(weight: Tensor | Quantised, dtype: torch.dtype) -> Tensor:
+    return (weight if isinstance(weight, Tensor) else weight.dequantised()).to(dtype)
 
 
 class FileRows:

@@ -128,21 +128,25 @@ class LlamaTarget:
         name: str,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        weights: str = "",
     ) -> LlamaTarget:
-        """Load config.json and the safetensors of a folder. A missing or extra tensor is an error."""
+        """Load config.json and the safetensors of a folder. A missing or extra tensor is an error.
+
+        weights: what the matrices are rounded to, see `Linear`, or "file": the blocks of the GGUF
+        file that the folder was made from. The embedding is not rounded.
+        """
         try:
             config = LlamaConfig.from_dict(json.loads((folder / "config.json").read_text()))
         except (KeyError, TypeError, ValueError) as error:
             raise LoadError(f"{folder / 'config.json'}: {error!r} is missing or wrong") from None
         with torch.inference_mode():
-            reader = Reader(folder, dtype, torch.device(device))
+            reader = Reader(folder, dtype, torch.device(device), weights)
             size = (config.vocab_size, config.hidden_size)
             # the largest tensor first: what packing it takes for a moment is then not the peak
             if config.tied:
                 reader.discard("lm_head.weight")
-                head = Linear(reader.take("model.embed_tokens.weight", size, keep=True))
-            else:
-                head = Linear(reader.take("lm_head.weight", size))
+            table = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
+            head = reader.linear([table], [size], keep=config.tied)
             layers = [read_layer(reader, config, i) for i in range(config.num_layers)]
             norm = reader.take("model.norm.weight", (config.hidden_size,), copy=True)
             embedding = reader.rows("model.embed_tokens.weight", size)

@@ -43,6 +43,8 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 HUB_SKIP = ["*/*", "consolidated*", "*.bin", "*.py"]
 SAMPLE_BYTES, EMBEDDING_BYTES = 1 << 14, 1 << 20
+WEIGHTS = ("float32", "bfloat16", "int8", "int4", "file")
+"""The keys of `linear.WEIGHTS`, known here without torch, and the blocks of a GGUF file."""
 FAILURES = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, ImportError, OSError)
 """What transformers raises for a folder that it cannot load."""
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
@@ -54,6 +56,7 @@ def load_target(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
     backend: Backend = "auto",
+    weights: str = "",
 ) -> Target:
     """Load a target model.
 
@@ -64,8 +67,13 @@ def load_target(
     backend: "llama" is the fast dense decoder, "hf" any transformers model, "auto" the first
              that fits
 
+    weights: what the fast decoder's matrices are rounded to: float32, bfloat16, int8 or int4, a
+             target of its own then; "file": a GGUF's integers as they are; "" keeps them in `dtype`
+
     Raises LoadError, one line for the user, when it cannot.
     """
+    if weights and weights not in WEIGHTS:
+        raise UnknownModelError(f"weights {weights!r}: must be one of {', '.join(WEIGHTS)}")
     if backend not in ("auto", "hf", "llama"):
         raise UnknownModelError(f"backend {backend!r}: must be auto, hf or llama")
     folder, name = resolve(source)
@@ -78,12 +86,14 @@ def load_target(
 
         reason = fits(config)
         if reason is None:
-            target = LlamaTarget.from_folder(folder, tokenizer, name, kind, place)
+            target = LlamaTarget.from_folder(folder, tokenizer, name, kind, place, weights)
             target.info = replace(target.info, folder=folder)
             _give_back_memory()
             return target
         if backend == "llama":
             raise LoadError(f"{name}: the llama backend does not fit: {reason}; use hf")
+    if weights:
+        raise LoadError(f"{name}: --weights {weights} needs the fast decoder, which does not fit")
     return _load_hf(folder, tokenizer, name, kind, place)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .base import LoadError
-from .linear import Embedding, FileRows
+from .linear import Embedding, FileRows, Linear
+from .quantised import QuantisedFile
 from .tokenizer import line, read_json
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
@@ -22,8 +24,12 @@ class Reader:
     Files are opened per tensor: pages of a mapping that stays open count as memory once touched.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        self.folder, self.dtype, self.device = folder, dtype, device
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, weights: str = ""
+    ) -> None:
+        """weights: what matrices are rounded to, see `linear.Linear`, or "file": a GGUF's blocks."""
+        self.folder, self.dtype, self.device, self.weights = folder, dtype, device, weights
+        self.blocks = QuantisedFile(folder) if weights == "file" else None
         self.files = {name: path for path in weight_files(folder) for name in read_header(path)}
 
     def take(
@@ -45,6 +51,21 @@ class Reader:
                 f"{self.folder}: tensor {name} is {tuple(tensor.shape)}, expected {shape}"
             )
         return tensor.to(self.device, self.dtype, copy=copy)
+
+    def linear(
+        self,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, int]],
+        keep: bool = False,
+        bias: Tensor | None = None,
+    ) -> Linear:
+        """Matrices [N_i, K] one below the other, as one packed layer. keep: see `take`."""
+        whole = None if self.blocks is None else self.blocks.take(names)
+        parts = [self.take(*part, keep=keep) for part in zip(names, shapes, strict=True)]
+        if whole is not None:
+            return Linear(whole, bias)
+        dense = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return Linear(dense, bias, "" if self.blocks else self.weights)
 
     def rows(self, name: str, shape: tuple[int, int]) -> Embedding:
         """A table that is looked up a few rows at a time: left in the file where that is as fast."""

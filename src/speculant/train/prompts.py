@@ -116,6 +116,26 @@ def looping(text: str) -> bool:
     return len(grams) > 8 and 1 - len(set(grams)) / len(grams) > REPEATS
 
 
+def before_loop(tokens: Sequence[int], gram: int = 6, window: int = 48) -> int:
+    """Tokens of an answer before it falls into a loop; all of them when it does not.
+
+    A loop begins where, of the next `window` tokens, REPEATS * 2 end a gram that was there before.
+    """
+    seen: set[tuple[int, ...]] = set()
+    repeats = []  # whether the gram that ends here is an old one
+    for end in range(len(tokens)):
+        mine = tuple(tokens[max(0, end + 1 - gram) : end + 1])
+        repeats.append(len(mine) == gram and mine in seen)
+        seen.add(mine)
+    count = sum(repeats[:window])
+    for start in range(len(tokens) - window + 1):
+        if start:
+            count += repeats[start + window - 1] - repeats[start - 1]
+        if repeats[start] and count >= 2 * REPEATS * window:
+            return start - gram + 1
+    return len(tokens)
+
+
 def key(text: str) -> str:
     """What two requests share when they are the same but for case, space and punctuation."""
     return re.sub(r"[^\w]+", " ", text.lower()).strip()

@@ -22,6 +22,7 @@ from ..target.base import Tokenizer
 from .prompts import (
     Message,
     Unique,
+    before_loop,
     comparison,
     document_request,
     follow_up,
@@ -31,6 +32,9 @@ from .prompts import (
     second_turn,
     usable,
 )
+
+SHORTEST_CUT = 32
+"""Tokens that must be left of an answer that was cut before its loop."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,8 @@ class ShardMaker:
     ) -> tuple[list[Sample], list[Answer | None]]:
         """Answer conversations; samples, and per conversation the answer when it can go on.
 
-        Loops are dropped: a head learns them in no time, and then scores well on nothing else.
+        Answers end where they fall into a loop: a head learns those in no time, and then scores
+        well on nothing else. What is too short then, or loops otherwise, is dropped.
         """
         prompts = [self.tokenizer.chat(messages) for messages in conversations]
         recipe, params = self.recipe, []
@@ -172,10 +177,16 @@ class ShardMaker:
         answers: list[Answer | None] = [None] * len(prompts)
         samples = []
         for i, answer in zip(fits, done, strict=True):
-            if len(answer.token_ids) < 2 or looping(answer.text):
+            kept, whole = before_loop(answer.token_ids), len(answer.token_ids)
+            if kept < (2 if kept == whole else SHORTEST_CUT) or (
+                kept == whole and looping(answer.text)
+            ):
                 continue
-            samples.append(Sample(prompts[i], answer.token_ids, answer.states))
-            if answer.finish_reason == "stop":
+            states = answer.states
+            if states is not None:
+                states = states[: len(prompts[i]) + kept - 1]
+            samples.append(Sample(prompts[i], answer.token_ids[:kept], states))
+            if answer.finish_reason == "stop" and kept == whole:
                 answers[i] = answer
         return samples, answers
 
