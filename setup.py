@@ -10,14 +10,14 @@ from setuptools import Extension, setup
 
 MARCH = os.environ.get("SPECULANT_MARCH", "native")
 FLAGS = ["-O3", f"-march={MARCH}", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno"]
-SOURCES = ["attention", "library", "linear"]
+SOURCES = ["attention", "layers", "library", "linear"]
 
 setup(
     ext_modules=[
         Extension(
             "speculant._native",
             [f"src/speculant/native/{name}.cpp" for name in SOURCES],
-            depends=[f"src/speculant/native/{name}.h" for name in ("parallel", "vectors")],
+            depends=[f"src/speculant/native/{name}.h" for name in ("calls", "parallel", "vectors")],
             extra_compile_args=FLAGS,
             language="c++",
             optional=True,

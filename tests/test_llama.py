@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from fake import FakeTokenizer
 from speculant.drafts import load_draft
 from speculant.engine import generate_many
+from speculant.native.library import library
 from speculant.sampling import SamplingParams
 from speculant.target.base import LAST, LoadError
 from speculant.target.linear import Linear
@@ -42,8 +43,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None, "head_dim": 8},
     "mistral window": {"sliding_window": 6, "head_dim": 8},
     "qwen2": {"tie_word_embeddings": True},
+    "qwen2 wide heads": {"num_attention_heads": 3, "num_key_value_heads": 1},
     "qwen3": {"head_dim": 16, "tie_word_embeddings": True},
 }
+COMPILED = ("llama wide heads", "qwen2 wide heads", "qwen3")
+"""Variants whose layers run in one compiled call, where the library is there."""
 LONG, PARENTS = 21, [-1, 0, -1, 2, 2, 0]
 
 
@@ -73,6 +77,42 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = tmp_path_factory.mktemp("model")
     model = saved(folder, request.param)
     return model, load(folder)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_which_layers_are_compiled(variant: str, tmp_path: Path) -> None:
+    saved(tmp_path, variant)
+    compiled = load(tmp_path).compiled is not None
+    assert compiled == (variant in COMPILED and library() is not None)
+
+
+@pytest.mark.skipif(library() is None, reason="the compiled library is not here")
+@pytest.mark.parametrize("variant", COMPILED)
+def test_a_block_is_one_token_at_a_time_to_the_last_bit(variant: str, tmp_path: Path) -> None:
+    """Verifying a draft gives exactly the logits that plain decoding would, near-ties included."""
+    saved(tmp_path, variant)
+    target = load(tmp_path)
+    tokens = torch.randint(0, 97, (2, 30), generator=torch.Generator().manual_seed(5))
+    block, single = target.new_cache(2, 40), target.new_cache(2, 40)
+    seen = []
+    for start in range(30):
+        where = torch.tensor([[start], [start]])
+        rows = single.rows([0, 1], 1)
+        seen.append(target.forward(tokens[:, start : start + 1], where, None, rows)[0])
+        for slot in (0, 1):
+            single.advance(slot, 1)
+    positions = torch.arange(30).expand(2, -1)
+    together, _ = target.forward(tokens, positions, None, block.rows([0, 1], 30))
+    alone, _ = target.forward(
+        tokens[1:], positions[1:], None, target.new_cache(1, 40).rows([0], 30)
+    )
+    assert torch.equal(together, torch.cat(seen, dim=1))
+    assert torch.equal(alone, together[1:])
+    target.compiled = None  # the same layers as torch operators
+    torch_logits, _ = target.forward(
+        tokens, positions, None, target.new_cache(2, 40).rows([0, 1], 30)
+    )
+    torch.testing.assert_close(torch_logits, together, atol=1e-4, rtol=1e-4)
 
 
 def test_ragged_rows_chunks_and_trees(pair: Any) -> None:

@@ -12,28 +12,17 @@
 #include <cstring>
 #include <vector>
 
+#include "calls.h"
 #include "parallel.h"
 #include "vectors.h"
 
 namespace {
 
-struct Call {
-  const char *q;           // [B, H, T, D], strides below, in elements
-  const char *k_new, *v_new;  // [B, Hkv, T, D], strides below
-  char *keys, *values;     // [R, Hkv, C, D]
-  float *out;              // [B, T, H, D]
-  const int64_t *slots, *starts;  // [B]
-  const uint8_t *mask;     // [B, T, behind + T] or null: causal
-  int64_t q_strides[3], k_strides[3], v_strides[3], row_stride, head_stride;
-  int64_t batch, kv_heads, groups, tokens, dim, behind;
-  float scale;
-};
-
 // One row and one key/value head of it. Queries come in fours; the last four may be padded.
 template <class E, int CHUNKS>
 struct Pair {
   static constexpr int64_t dim = CHUNKS * LANES;
-  const Call &call;
+  const AttentionCall &call;
   const int64_t row, head, queries, columns, width;
   const E *keys, *values;
   float *q, *scores;  // [queries, D], [queries, width: columns in whole vectors]
@@ -122,14 +111,14 @@ struct Pair {
 };
 
 template <class E>
-void append(E *to, const char *from, const int64_t *strides, const Call &call, int64_t row, int64_t head) {
+void append(E *to, const char *from, const int64_t *strides, const AttentionCall &call, int64_t row, int64_t head) {
   const E *source = reinterpret_cast<const E *>(from) + row * strides[0] + head * strides[1];
   for (int64_t t = 0; t < call.tokens; ++t)
     std::memcpy(to + t * call.dim, source + t * strides[2], call.dim * sizeof(E));
 }
 
 template <class E, int CHUNKS>
-void attend_pair(const Call &call, int64_t row, int64_t head) {
+void attend_pair(const AttentionCall &call, int64_t row, int64_t head) {
   const int64_t start = call.starts[row] + call.behind;
   const int64_t base = call.slots[row] * call.row_stride + head * call.head_stride;
   E *keys = reinterpret_cast<E *>(call.keys) + base, *values = reinterpret_cast<E *>(call.values) + base;
@@ -145,7 +134,7 @@ void attend_pair(const Call &call, int64_t row, int64_t head) {
 }
 
 template <class E>
-void attend_any(const Call &call, int64_t row, int64_t head) {
+void attend_any(const AttentionCall &call, int64_t row, int64_t head) {
   switch (call.dim / LANES) {
     case 1: return attend_pair<E, 1>(call, row, head);
     case 2: return attend_pair<E, 2>(call, row, head);
@@ -160,7 +149,7 @@ void attend_any(const Call &call, int64_t row, int64_t head) {
 
 }  // namespace
 
-extern "C" void speculant_attend(const Call *call, int bfloat16, int threads) {
+extern "C" void speculant_attend(const AttentionCall *call, int bfloat16, int threads) {
   parallel(call->batch * call->kv_heads, threads, [&](int64_t i) {
     const int64_t row = i / call->kv_heads, head = i % call->kv_heads;
     if (bfloat16) attend_any<Bf16>(*call, row, head);

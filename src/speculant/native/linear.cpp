@@ -11,21 +11,13 @@
 #include <cstring>
 #include <vector>
 
+#include "calls.h"
 #include "parallel.h"
 #include "vectors.h"
 
 namespace {
 
 constexpr int64_t GROUP = 32;  // weights that share a scale in the grouped formats
-
-struct Call {
-  const float *x;      // [T, K]
-  const char *weight;  // [N / 16, K, 16] in the format's own bytes
-  const float *scales, *minima;  // per channel [N]; grouped [N / 16, K / 32, 16]; or null
-  const float *bias;   // [N] or null
-  float *out;          // [T, N]
-  int64_t tokens, inputs, outputs;
-};
 
 struct Float32 {
   static constexpr int64_t bytes = 64;  // of sixteen weights
@@ -53,7 +45,7 @@ static inline void nibbles(const char *at, Vec &low, Vec &high) {
 
 // P panels of sixteen outputs times T rows: one scale an output, or none.
 template <class F, int P, int T>
-void block(const Call &call, int64_t panel, int64_t token) {
+void block(const LinearCall &call, int64_t panel, int64_t token) {
   const int64_t inputs = call.inputs, size = inputs * F::bytes;
   const char *from = call.weight + panel * size;
   const float *x = call.x + token * inputs;
@@ -73,7 +65,7 @@ void block(const Call &call, int64_t panel, int64_t token) {
 
 // The same with a scale, and a minimum where there are minima, for every 32 inputs of an output.
 template <bool FOUR, int P, int T>
-void grouped(const Call &call, int64_t panel, int64_t token, const float *sums_of_x) {
+void grouped(const LinearCall &call, int64_t panel, int64_t token, const float *sums_of_x) {
   const int64_t inputs = call.inputs, groups = inputs / GROUP, bytes = FOUR ? 256 : 512;
   const float *x = call.x + token * inputs;
   Vec sums[P][T] = {};
@@ -113,7 +105,7 @@ void grouped(const Call &call, int64_t panel, int64_t token, const float *sums_o
 enum Format { FLOAT32, BFLOAT16, INT8, INT8_GROUPS, INT4_GROUPS };
 
 template <int P, int T>
-void any(const Call &call, int format, int64_t panel, int64_t token, const float *sums) {
+void any(const LinearCall &call, int format, int64_t panel, int64_t token, const float *sums) {
   switch (format) {
     case FLOAT32: return block<Float32, P, T>(call, panel, token);
     case BFLOAT16: return block<BFloat16, P, T>(call, panel, token);
@@ -127,7 +119,7 @@ constexpr int STEP = 4;  // panels a thread takes at once
 
 // `count` panels, P at once while there are as many, times T rows.
 template <int P, int T>
-void tile(const Call &call, int format, int64_t first, int64_t count, int64_t token, const float *sums) {
+void tile(const LinearCall &call, int format, int64_t first, int64_t count, int64_t token, const float *sums) {
   int64_t p = 0;
   for (; p + P <= count; p += P) any<P, T>(call, format, first + p, token, sums);
   for (; p < count; ++p) any<1, T>(call, format, first + p, token, sums);
@@ -135,7 +127,7 @@ void tile(const Call &call, int format, int64_t first, int64_t count, int64_t to
 
 // Rows by eights, then the rest. A sum is a chain of dependent steps, so that few rows need several
 // panels at once to keep the arithmetic busy.
-void panels(const Call &call, int format, int64_t first, int64_t count, const float *sums) {
+void panels(const LinearCall &call, int format, int64_t first, int64_t count, const float *sums) {
   int64_t token = 0;
   for (; token + 8 <= call.tokens; token += 8) tile<1, 8>(call, format, first, count, token, sums);
   switch (call.tokens - token) {
@@ -151,7 +143,7 @@ void panels(const Call &call, int format, int64_t first, int64_t count, const fl
 
 }  // namespace
 
-extern "C" void speculant_linear(const Call *call, int format, int threads) {
+extern "C" void speculant_linear(const LinearCall *call, int format, int threads) {
   std::vector<float> sums;  // of x over every group of 32 inputs [T, K / 32]
   if (call->minima) {
     const int64_t groups = call->inputs / GROUP;

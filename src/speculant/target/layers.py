@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from ..native.attention import can_attend
+from ..native.layers import Layers, LayerWeights
+from ..native.layers import fits as fits_compiled
 from .base import LoadError
 from .linear import Linear
 
@@ -119,3 +122,22 @@ def read_layer(reader: Source, config: LlamaConfig, index: int) -> Layer:
         gate_up=fused("mlp", {"gate_proj": mid, "up_proj": mid}, hidden),
         down=fused("mlp", {"down_proj": hidden}, mid),
     )
+
+
+def compiled_layers(
+    config: LlamaConfig, layers: Sequence[Layer], dtype: torch.dtype, device: torch.device
+) -> Layers | None:
+    """All layers as one call of the compiled library; None where it cannot run them."""
+    sized = fits_compiled(config.hidden_size, config.intermediate_size)
+    if dtype is not torch.float32 or not sized or not can_attend(dtype, device, config.head_dim):
+        return None
+    found = []
+    for layer in layers:
+        norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.mlp_norm)
+        own = [linear.own for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        packed = [linear for linear in own if linear is not None]
+        if len(packed) < len(own):
+            return None
+        found.append(LayerWeights(*norms, *packed))
+    sizes = (config.num_heads, config.kv_heads, config.head_dim, config.intermediate_size)
+    return Layers(found, *sizes, config.norm_eps)

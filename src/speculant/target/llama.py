@@ -1,7 +1,7 @@
 """The fast dense decoder: Llama, SmolLM2, Mistral, Qwen2, Qwen3 in one file.
 
 Fused QKV and gate-up projections, prepacked linears, attention that reads the preallocated cache
-in place, and nothing per step but the loop over the layers.
+in place; and, in float32 on a CPU, all layers in one call of the compiled library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from ..attention import Reading
 from ..cache import CacheRows, KVCache
 from .base import LAST, LoadError, TargetInfo, Tokenizer
-from .layers import Layer, Tensors, read_layer
+from .layers import Layer, Tensors, compiled_layers, read_layer
 from .linear import Embedding, Linear
 from .weights import Reader
 
@@ -120,6 +120,7 @@ class LlamaTarget:
         )
         steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=norm.device)
         self.inv_freq = 1.0 / config.rope_theta ** (steps / config.head_dim)  # shape: [D / 2]
+        self.compiled = compiled_layers(config, self.layers, self.info.dtype, self.info.device)
 
     @staticmethod
     def from_folder(
@@ -209,10 +210,34 @@ class LlamaTarget:
             raise ValueError(f"tap {wrong[0]}: must be LAST or one of 0..{len(self.layers) - 1}")
         tokens, positions = tokens.to(device), positions.to(device)
         hidden = self.embedding(tokens)  # shape: [B, T, H]
-        rotary = self._rotary(positions)
         groups = self.config.num_heads // self.config.kv_heads
         reading = Reading(cache, mask, groups, positions, self.config.window)
+        inner = [tap for tap in taps if tap != LAST]
         tapped: dict[int, Tensor] = {}
+        if self.compiled is not None and reading.kernel is not None:
+            hidden = hidden.clone()
+            angles = positions[..., None].float() * self.inv_freq
+            data = cache.cache.data
+            tapped |= self.compiled(hidden, angles, data, reading.kernel, inner)
+        else:
+            hidden = self._run(hidden, positions, reading, tapped, inner)
+        if not need_logits and LAST not in taps:
+            return None, _join(tapped, taps)
+        hidden = F.rms_norm(hidden, self.norm.shape, self.norm, self.config.norm_eps)
+        tapped[LAST] = hidden
+        logits = self.unembed(hidden) if need_logits else None  # shape: [B, T, V]
+        return logits, _join(tapped, taps)
+
+    def _run(
+        self,
+        hidden: Tensor,
+        positions: Tensor,
+        reading: Reading,
+        tapped: dict[int, Tensor],
+        taps: Sequence[int],
+    ) -> Tensor:
+        """The layers one operator at a time: what `compiled` does, for any device and precision."""
+        rotary = self._rotary(positions)
         for i, layer in enumerate(self.layers):
             if i in taps:
                 tapped[i] = hidden
@@ -220,12 +245,7 @@ class LlamaTarget:
             x = F.rms_norm(hidden, layer.mlp_norm.shape, layer.mlp_norm, self.config.norm_eps)
             gate, up = layer.gate_up(x).chunk(2, dim=-1)  # shape: [B, T, I] each
             hidden = hidden + layer.down(F.silu(gate) * up)
-        if not need_logits and LAST not in taps:
-            return None, _join(tapped, taps)
-        hidden = F.rms_norm(hidden, self.norm.shape, self.norm, self.config.norm_eps)
-        tapped[LAST] = hidden
-        logits = self.unembed(hidden) if need_logits else None  # shape: [B, T, V]
-        return logits, _join(tapped, taps)
+        return hidden
 
     def _rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [B, T, 1, D] for positions [B, T]."""

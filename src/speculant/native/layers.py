@@ -1,0 +1,145 @@
+"""Whole decoder layers of few rows, in the compiled library."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .attention import Attention
+from .library import library
+from .linear import FORMATS, LANES, PackedLinear
+
+POINTER, INT = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        *((name, POINTER) for name in ("weight", "scales", "minima", "bias")),
+        *((name, INT) for name in ("format", "inputs", "outputs")),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, POINTER) for name in ("input_norm", "q_norm", "k_norm", "mlp_norm")),
+        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
+    )
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.POINTER(_Layer)),
+        *((name, INT) for name in ("count", "hidden", "heads", "kv_heads", "dim", "middle")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = (
+        *((name, POINTER) for name in ("hidden", "cos", "sin", "keys", "values", "taps")),
+        *((name, POINTER) for name in ("slots", "starts", "mask")),
+        *((name, INT) for name in ("batch", "tokens", "behind", "layer_stride", "row_stride")),
+        *((name, INT) for name in ("head_stride", "threads")),
+    )
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer: norms [H] or [D] in float32, packed matrices."""
+
+    input_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    mlp_norm: Tensor
+    qkv: PackedLinear
+    out: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+class Layers:
+    """The decoder's layers in one call. Sizes: hidden and middle are multiples of 16.
+
+    middle: width of the MLP; eps: of every norm
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        middle: int,
+        eps: float,
+    ) -> None:
+        self.weights = tuple(layers)  # keeps what the pointers below point to
+        self.hidden, self.half = len(layers[0].input_norm), dim // 2
+        array = (_Layer * len(layers))(*(_layer(layer) for layer in layers))
+        sizes = (len(layers), self.hidden, heads, kv_heads, dim, middle)
+        self._model = _Model(array, *sizes, eps)
+
+    def __call__(
+        self,
+        hidden: Tensor,
+        angles: Tensor,
+        cache: Tensor,
+        reading: Attention,
+        taps: Sequence[int],
+    ) -> Mapping[int, Tensor]:
+        """Run all layers over hidden [B, T, H], in place; the states [B, T, H] that enter `taps`.
+
+        angles: [B, T, D / 2] of the rotary embedding; cache: `KVCache.data`, float32
+        """
+        batch, tokens, _ = hidden.shape
+        cos, sin = angles.cos().contiguous(), angles.sin().contiguous()
+        tapped = {tap: torch.empty_like(hidden) for tap in taps}
+        count = len(self.weights)
+        pointers = (POINTER * (count + 1))(*(_address(tapped.get(i)) for i in range(count + 1)))
+        call = _Pass(
+            hidden.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cache[0].data_ptr(),
+            cache[1].data_ptr(),
+            ctypes.cast(pointers, POINTER),
+            reading.slots.data_ptr(),
+            reading.starts.data_ptr(),
+            _address(reading.mask),
+            batch,
+            tokens,
+            reading.behind,
+            cache.stride(1),
+            cache.stride(2),
+            cache.stride(3),
+            torch.get_num_threads(),
+        )
+        loaded = library()
+        assert loaded is not None
+        loaded.speculant_layers(ctypes.byref(self._model), ctypes.byref(call))
+        return tapped
+
+
+def fits(hidden: int, middle: int) -> bool:
+    """True for sizes that need no padding between matrices."""
+    return hidden % LANES == 0 and middle % LANES == 0
+
+
+def _layer(layer: LayerWeights) -> _Layer:
+    matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
+    norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.mlp_norm)
+    return _Layer(*(_address(norm) for norm in norms), *(_matrix(m) for m in matrices))
+
+
+def _matrix(linear: PackedLinear) -> _Matrix:
+    outputs, inputs = linear.shape
+    parts = (linear.weight, linear.scales, linear.minima, linear.bias)
+    width = (outputs + LANES - 1) // LANES * LANES
+    return _Matrix(*(_address(p) for p in parts), FORMATS.index(linear.form), inputs, width)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
