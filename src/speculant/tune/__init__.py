@@ -1,0 +1,1 @@
+"""The tuner: a workload in, a recommendation with its reasoning out. No torch."""
