@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "attention": {"cache", "native"},
     "metrics": set(),
     "cost": set(),
-    "heads": set(),
+    "heads": {"native"},
     "text": {"sampling"},
     "history": {"sampling"},
     "step": set(),

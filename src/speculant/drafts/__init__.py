@@ -165,6 +165,7 @@ def _fitting_head(name: str, kind: str, target: Target, head: Any, force: bool) 
     head:  a module, a folder, or None for the bundled one
     force: skip the fingerprint; sizes must fit all the same
     """
+    from ..heads.packed import pack
     from ..heads.weights import KINDS, load_head
 
     source = bundled_head(kind, name) if head is None else head
@@ -181,7 +182,8 @@ def _fitting_head(name: str, kind: str, target: Target, head: Any, force: bool) 
             raise
         bundled = f"the bundled {kind} head is not for {target.info.name}"
         raise ValueError(f"{bundled}: {_advice(kind)} ({error})") from None
-    return loaded.to(target.info.device)
+    loaded = loaded.to(target.info.device)
+    return pack(loaded) if isinstance(source, str | Path) else loaded  # a module given is not ours
 
 
 def _check_head(head: Any, target: Target, force: bool) -> None:
