@@ -60,6 +60,11 @@ class Linear:
             dense = dense.clone()  # it may be a view of a mapped file
         self.weight = dense
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one pass over the weights reads."""
+        return self.own.nbytes if self.own is not None else self.weight.nbytes
+
     def __call__(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         if self.own is not None:
