@@ -1,0 +1,151 @@
+"""How much to draft: against the best depth found by trying them all, and what trials cost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from speculant.control import FIRST_WAIT, Adaptive, Costs, Fixed, Track
+
+
+def costs(draft_ms: float, row_ms: float, most: int = 8, base: float = 10.0) -> Costs:
+    """A chain: a forward of r rows takes base + row_ms (r - 1), each drafted token draft_ms."""
+    return Costs(
+        depths=tuple(range(most + 1)),
+        rows=tuple(range(1, most + 2)),
+        forward_ms=((1, base), (most + 1, base + row_ms * most)),
+        draft_ms=tuple(draft_ms * d for d in range(most + 1)),
+    )
+
+
+def simulate(
+    control: Adaptive | Fixed, alpha: float, rounds: int, seed: int = 0
+) -> tuple[float, list[int]]:
+    """Tokens a millisecond of a request whose drafts are accepted with probability alpha each."""
+    rng, track = random.Random(seed), Track()
+    table = costs_of(control)
+    tokens, spent, depths = 0, 0.0, []
+    for _ in range(rounds):
+        depth = control.budget(10**6, track)
+        accepted = 0
+        while accepted < depth and rng.random() < alpha:
+            accepted += 1
+        track.observe(depth, accepted)
+        tokens += accepted + 1
+        spent += table[depth]
+        depths.append(depth)
+    return tokens / spent, depths
+
+
+TABLE = costs(draft_ms=1.0, row_ms=0.5)
+
+
+def costs_of(control: Adaptive | Fixed) -> dict[int, float]:
+    mine = control.costs if isinstance(control, Adaptive) else TABLE
+    return dict(zip(mine.depths, mine.round_ms(), strict=True))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.05, 0.3, 0.6, 0.8, 0.95, 1.0])
+def test_near_the_best_fixed_depth_and_never_far_below_plain(alpha: float) -> None:
+    """Within 5 % of the best depth in hindsight, within 3 % of plain where nothing pays."""
+    fixed = [simulate(Fixed(depth), alpha, 4000)[0] for depth in range(9)]
+    mine, _ = simulate(Adaptive(TABLE), alpha, 4000)
+    assert mine >= 0.95 * max(fixed)
+    assert mine >= 0.97 * fixed[0]
+
+
+def test_a_draft_that_does_not_pay_is_left_off_and_tried_ever_less() -> None:
+    _, depths = simulate(Adaptive(TABLE), 0.02, 4000)
+    tried = [i for i, depth in enumerate(depths) if depth]
+    assert sum(i >= 200 for i in tried) < 0.03 * 3800
+    assert any(i >= 1000 for i in tried)
+    assert max(depths[i] for i in tried if i >= 200) <= 2
+
+
+def test_it_comes_back_when_the_text_turns_easy() -> None:
+    rng, track, control = random.Random(1), Track(), Adaptive(TABLE)
+    depths = []
+    for round_ in range(3000):
+        alpha = 0.02 if round_ < 1500 else 0.9
+        depth = control.budget(10**6, track)
+        accepted = 0
+        while accepted < depth and rng.random() < alpha:
+            accepted += 1
+        track.observe(depth, accepted)
+        depths.append(depth)
+    assert sum(depths[1000:1500]) / 500 < 0.2
+    assert sum(depths[-500:]) / 500 > 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rates=st.lists(st.floats(0, 1), min_size=8, max_size=8),
+    draft_ms=st.floats(0, 20),
+    row_ms=st.floats(0, 20),
+)
+def test_the_choice_is_the_best_of_all_depths(
+    rates: list[float], draft_ms: float, row_ms: float
+) -> None:
+    """With very much evidence, against the formula written out."""
+    table = costs(draft_ms, row_ms)
+    track = Track()
+    reach = 1e9
+    for rate in rates:
+        track.reached.append(reach)
+        track.accepted.append(reach * rate)
+        reach = 1e9  # evidence of every position, whatever it took to get there
+    speeds = []
+    for depth, ms in enumerate(table.round_ms()):
+        tokens, product = 1.0, 1.0
+        for rate in rates[:depth]:
+            product *= rate
+            tokens += product
+        speeds.append(tokens / ms)
+    choice = Adaptive(table).budget(10**6, track)
+    assert speeds[choice] >= max(speeds) * (1 - 1e-6)
+
+
+def test_a_tree_is_drafted_whole_or_not_at_all() -> None:
+    table = Costs((0, 6), (1, 33), ((1, 10.0), (33, 40.0)), (0.0, 5.0))
+    assert {*simulate(Adaptive(table), 0.95, 300)[1]} <= {0, 6}
+    assert simulate(Adaptive(table), 0.1, 2000)[1].count(6) < 100
+
+
+def test_tracks_count_what_was_reached() -> None:
+    track = Track()
+    track.observe(3, 1)
+    assert track.reached == [1, 1, 0]
+    assert track.accepted == [1, 0, 0]
+    track.observe(0, 0)
+    assert track.reached == [1, 1, 0]
+    assert track.rates(4, 0.5)[0] == pytest.approx((4 * 0.5 + 1) / 5)
+    assert track.rates(0, 0.5) == []
+    with pytest.raises(ValueError, match="2 accepted of 1"):
+        track.observe(1, 2)
+
+
+def test_the_end_of_a_request_limits_the_depth() -> None:
+    control, track = Adaptive(TABLE, prior=1.0), Track()
+    assert control.budget(4, track) == 3
+    assert control.budget(1, track) == 0
+    assert Fixed(5).budget(3) == 2
+    assert Fixed(5).budget(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (((1, 2), (2, 3), ((1, 1.0),), (0.0, 1.0)), "ascend from 0"),
+        (((0, 1), (1,), ((1, 1.0),), (0.0, 1.0)), "go together"),
+        (((0,), (1,), (), (0.0,)), "go together"),
+    ],
+)
+def test_costs_are_checked(parts: tuple, said: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(ValueError, match=said):
+        Costs(*parts)
+    with pytest.raises(ValueError, match="share"):
+        Adaptive(TABLE, prior=1.5)
+    assert FIRST_WAIT > 0
