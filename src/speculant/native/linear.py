@@ -63,11 +63,16 @@ class Quantised:
 
 
 def quantise(weight: Tensor, form: str) -> Quantised:
-    """Round a weight matrix [N, K] to the nearest of int8, q8_0 or q4_1."""
+    """Round a weight matrix [N, K] to the nearest of int8, q8_0 or q4_1.
+
+    Raises ValueError for another form, and for q8_0 and q4_1 unless 32 divides K.
+    """
     weight = weight.float()
     if form == "int8":
         scales = weight.abs().amax(dim=1) / 127
         return Quantised(form, _codes(weight, scales[:, None]).to(torch.int8), scales)
+    if weight.shape[1] % GROUP:
+        raise ValueError(f"{form} takes weights in groups of 32, not {weight.shape[1]}: take int8")
     groups = weight.unflatten(1, (-1, GROUP))  # shape: [N, K / 32, 32]
     if form == "q8_0":
         scales = groups.abs().amax(dim=2) / 127
