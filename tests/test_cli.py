@@ -784,7 +784,7 @@ BENCH = [
     (["--runs", "0"], "--runs"),
     (["--max-tokens", "1"], "--max-tokens"),
     (["--drafts", "ngram,medusa9"], "medusa9"),
-    (["--drafts", "none"], "choose from ngram"),
+    (["--drafts", "none"], "drafts nothing"),
     (["--drafts", ""], "--drafts"),
     (["--threads", "0"], "--threads is 0"),
 ]

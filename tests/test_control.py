@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fake import FakeTarget
+from scripted import Scripted
 from speculant.control import FIRST_WAIT, Adaptive, Costs, Fixed, Track
+from speculant.drafts import load_draft
+from speculant.engine import generate, generate_many
+from speculant.pace import measure_costs
+from speculant.sampling import SamplingParams
 
 
 def costs(draft_ms: float, row_ms: float, most: int = 8, base: float = 10.0) -> Costs:
@@ -149,3 +156,55 @@ def test_costs_are_checked(parts: tuple, said: str) -> None:  # type: ignore[typ
     with pytest.raises(ValueError, match="share"):
         Adaptive(TABLE, prior=1.5)
     assert FIRST_WAIT > 0
+
+
+class Half(Scripted):
+    """Drafts what the target would say, wrong at every other position of the text."""
+
+    def __init__(self, target: FakeTarget, depth: int) -> None:
+        def guess(tokens: Sequence[int], budget: int) -> list[int]:
+            truth = target.greedy(tokens, budget)
+            return [t if (len(tokens) + i) % 2 else t ^ 1 for i, t in enumerate(truth)]
+
+        super().__init__(guess, depth)
+
+
+def test_the_engine_drafts_as_deep_as_the_control_says() -> None:
+    """Greedy text is plain text; the depths are those that the same track gives by hand."""
+    target = FakeTarget(seed=3)
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    plain = generate(target, load_draft("none", target), [3, 1, 4], params)
+    control = Adaptive(costs(draft_ms=0.1, row_ms=0.1, most=4))
+    out = generate(target, Half(target, 4), [3, 1, 4], params, control=control)
+    assert out.token_ids == plain.token_ids
+    expensive = Adaptive(costs(draft_ms=50.0, row_ms=50.0, most=4))
+    off = generate(target, Half(target, 4), [3, 1, 4], params, control=expensive)
+    assert off.token_ids == plain.token_ids
+    assert off.metrics.num_drafts <= 60 / FIRST_WAIT * 3 < out.metrics.num_drafts * 2
+
+
+def test_a_request_drafts_alone_what_it_drafts_in_a_batch() -> None:
+    """Sampled from the draft's probabilities: the text and the counters of each row."""
+    target = FakeTarget(seed=3)
+    control = Adaptive(costs(draft_ms=0.5, row_ms=0.5, most=3))
+    prompts = [[3, 1, 4], [1, 5], [9, 2, 6, 5]]
+    params = [
+        SamplingParams(max_tokens=40, temperature=1.0, seed=i, ignore_eos=True) for i in range(3)
+    ]
+    draft = load_draft("vanilla", target, model=FakeTarget(seed=4), num_draft_tokens=3)
+    together = generate_many(target, draft, prompts, params, control=control)
+    for prompt, mine, out in zip(prompts, params, together, strict=True):
+        alone = generate(target, draft, prompt, mine, control=control)
+        assert alone.token_ids == out.token_ids
+        assert alone.metrics.num_draft_tokens == out.metrics.num_draft_tokens
+
+
+def test_costs_are_measured_for_chains_and_trees() -> None:
+    target = FakeTarget(seed=3)
+    chain = measure_costs(target, Half(target, 3))
+    assert (chain.depths, chain.rows) == ((0, 1, 2, 3), (1, 2, 3, 4))
+    assert all(ms > 0 for _, ms in chain.forward_ms)
+    tree = load_draft("vanilla", target, model=FakeTarget(seed=4), num_draft_tokens=2)
+    assert measure_costs(target, tree, 1).depths == (0, 1)
+    with pytest.raises(ValueError, match="nothing to adapt"):
+        measure_costs(target, load_draft("none", target))

@@ -334,16 +334,16 @@ def test_a_row_that_paused_catches_up() -> None:
     head = make_head(3)
     draft = Spy(head, TARGET.embed, VOCAB, 3, tree=6, branch=3)
     engine = Engine(TARGET, draft, max_rows=2, capacity=256)
-    control = engine.control
+    control = engine.lanes[0].control
     for prompt in (PROMPTS[0], PROMPTS[2]):
         engine.submit(prompt, SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True))
     off = type(control)(0)
-    engine.control = off
+    engine.lanes[0].control = off
     for _ in range(90):
         engine.step()
     assert max(len(slot.tokens) for slot in engine.draft._slots.values()) <= 64
     Spy.seen = 0
-    engine.control = control
+    engine.lanes[0].control = control
     engine.step()
     assert Spy.seen == 12
 

@@ -43,6 +43,9 @@ ALLOWED: dict[str, set[str]] = {
         "target", "drafts.base", "verify", "tree", "cache", "sampling", "proposal", "control",
         "metrics", "text", "decode",
     },
+    "pace": {
+        "engine", "control", "drafts.base", "target", "sampling", "metrics", "request", "cache",
+    },
     "train": {"heads", "target", "cache", "sampling"},
     "simulate": {"cost", "metrics"},
     "tune": {"cost", "metrics"},

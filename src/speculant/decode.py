@@ -21,6 +21,7 @@ from .drafts.base import Draft, DraftRow, Feedback
 from .metrics import Counters
 from .proposal import Proposal, Verdict
 from .sampling import broken_rows, draw, to_probs_rows
+from .step import Drafted, Step, token_logprobs
 from .target.base import Target
 from .text import TextStream
 from .tree import chain_rows, forward_layout, node_paths
@@ -36,29 +37,6 @@ class Row(DraftRow):
 
     text: TextStream = field(kw_only=True)
     counters: Counters = field(default_factory=Counters, kw_only=True)
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """Log-probability of a token and of the likeliest ones, from the target's raw logits."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one round committed for one row.
-
-    origins: per token, how it came to be: accepted, recovered, bonus, or plain (nothing drafted)
-    error:   why the row cannot go on, naming the position; the other rows are not touched by it
-    """
-
-    tokens: list[int]
-    origins: list[str]
-    logprobs: list[TokenLogprob] | None
-    error: str | None = None
 
 
 class Decoder:
@@ -197,6 +175,7 @@ class Decoder:
         ids, paths = proposal.tokens.tolist(), verdict.path.tolist()
         counts, lengths = verdict.num_accepted.tolist(), proposal.num_nodes.tolist()
         lasts, bonus = verdict.next_token.tolist(), verdict.is_bonus.tolist()
+        above = proposal.parents.tolist()
         steps = []
         for b, row in enumerate(rows):
             if b in errors:
@@ -216,8 +195,9 @@ class Decoder:
                 row.random.take(kept)
             depth = max(depths[b][: lengths[b] + 1])
             row.counters.add_round(lengths[b], depth, min(len(path), kept), kept)
-            logprobs = _logprobs(row, logits[b], sources, tokens)
-            steps.append(Step(tokens, origins, logprobs))
+            logprobs = token_logprobs(logits[b, sources], tokens, row.params.logprobs)
+            drafted = Drafted(ids[b][: lengths[b]], above[b][: lengths[b]], path[:kept], row.budget)
+            steps.append(Step(tokens, origins, logprobs, drafted=drafted))
         return steps
 
     def _teach(
@@ -251,34 +231,25 @@ def _own_tokens(rows: Sequence[Row], logits: Tensor, depths: Tensor) -> Tensor:
     The number that samples a position is the one plain decoding would use there: the first for
     the root's successor, the next one level down.
     """
-    if all(row.params.greedy for row in rows):
+    sampled = [b for b, row in enumerate(rows) if not row.params.greedy]
+    if not sampled:
         return logits.argmax(dim=-1)
     deepest = int(depths.max()) + 1
-    numbers = [[0.0] * deepest if row.params.greedy else row.random.peek(deepest) for row in rows]
-    uniforms = torch.tensor(numbers, dtype=torch.float64).to(logits.device)
-    uniforms = uniforms.gather(1, depths.to(logits.device))  # shape: [B, 1 + n]
-    return draw(_probabilities(rows, logits), uniforms)
+    some = [rows[b] for b in sampled]
+    numbers = torch.tensor([row.random.peek(deepest) for row in some], dtype=torch.float64)
+    if len(sampled) == len(rows):
+        uniforms = numbers.to(logits.device).gather(1, depths.to(logits.device))
+        return draw(_probabilities(rows, logits), uniforms)
+    index = torch.tensor(sampled, device=logits.device)
+    uniforms = numbers.to(logits.device).gather(1, depths.to(logits.device)[index])
+    out = logits.argmax(dim=-1)  # shape: [B, 1 + n]
+    out[index] = draw(_probabilities(some, logits[index]), uniforms)
+    return out
 
 
 def _probabilities(rows: Sequence[Row], logits: Tensor) -> Tensor:
     """Target probabilities [B, 1 + n, V]."""
     return to_probs_rows(logits, [row.params for row in rows])
-
-
-def _logprobs(
-    row: Row, logits: Tensor, sources: Sequence[int], tokens: Sequence[int]
-) -> list[TokenLogprob] | None:
-    """Raw log-probabilities of committed tokens; token j was drawn after forward row sources[j]."""
-    count = row.params.logprobs
-    if count is None:
-        return None
-    table = logits[list(sources)].log_softmax(dim=-1)  # shape: [kept, V]
-    out = []
-    for logps, token in zip(table, tokens, strict=True):
-        values, ids = logps.topk(min(count, len(logps)))
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-        out.append(TokenLogprob(token, float(logps[token]), top))
-    return out
 
 
 def _ms_since(began: float) -> float:

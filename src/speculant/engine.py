@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
-from .control import Fixed
-from .decode import Decoder, Row
+from .admission import Admission, Lane, Request, Resume
+from .constraint import Constraint
+from .control import Control, Fixed
+from .decode import Decoder
 from .drafts.base import Draft
-from .history import History
 from .metrics import Counters
-from .request import Completion, Piece, Prompt, RequestError, check_request, prompt_ids
+from .request import Completion, Piece, Prompt, check_request, prompt_ids
 from .sampling import Random, SamplingParams
 from .target.base import Target
-from .text import TextStream
 
 PREFILL_CHUNK = 256
 """Prompt tokens of one prefill forward: large enough to be compute-bound, small enough that
 running requests do not stall and no large mask or activation is built."""
-
-
-@dataclass
-class _Request:
-    """A request in the queue, and once admitted its row. Nothing large waits in the queue."""
-
-    number: int
-    ids: list[int]
-    params: SamplingParams
-    stop_ids: frozenset[int]
-    random: Random
-    counters: Counters
-    cached: int = 0  # prompt tokens already prefilled
-    row: Row | None = None
-
-    @property
-    def pending(self) -> int:
-        """Prompt tokens still to prefill; the last one is the first root and never is."""
-        return len(self.ids) - 1 - self.cached
-
-    @property
-    def running(self) -> Row:
-        """The row of an admitted request."""
-        assert self.row is not None
-        return self.row
 
 
 class Engine:
@@ -55,7 +27,10 @@ class Engine:
     max_rows:  requests that run at once
     capacity:  most tokens (prompt + output) of a request; at most the target's context
     num_draft_tokens: depth to draft a round; None takes the draft's own
+    control:   how deep the first lane drafts a round, instead of num_draft_tokens
     rule:      acceptance rule of sampled chains, "block" or "token"
+    others:    further drafts, for requests that choose one: lanes 1, 2, ...; `draft` is lane 0
+    resume:    keep what a finished request left in its slot, for one that begins the same way
     """
 
     def __init__(
@@ -66,13 +41,15 @@ class Engine:
         max_rows: int = 1,
         capacity: int | None = None,
         num_draft_tokens: int | None = None,
+        control: Control | None = None,
         rule: str = "block",
+        others: Sequence[Draft] = (),
+        resume: Resume | None = None,
     ) -> None:
         if max_rows < 1:
             raise ValueError(f"max_rows is {max_rows}: it must be at least 1")
         context = target.info.context_length
         self.target = target
-        self.draft = copy(draft)  # its per-slot state is this engine's alone, from `start` on
         self.capacity = min(capacity or context, context)
         most = draft.info.depth
         if num_draft_tokens is not None and most and num_draft_tokens > most:
@@ -80,66 +57,111 @@ class Engine:
                 f"num_draft_tokens is {num_draft_tokens}: this {draft.info.name} draft was made for "
                 f"at most {most}"
             )
-        self.control = Fixed(most if num_draft_tokens is None else min(num_draft_tokens, most))
-        room = self.capacity + 1 + draft.info.max_nodes + draft.info.max_window
+        drafts = [copy(each) for each in (draft, *others)]  # per-slot state is this engine's alone
+        room = self.capacity + 1 + max(d.info.max_nodes + d.info.max_window for d in drafts)
         self.cache = target.new_cache(max_rows, room)
-        self.decoder = Decoder(target, self.draft, self.cache, rule)
-        self.draft.start(max_rows, room)
-        self._free = list(range(max_rows))
-        self._waiting: deque[_Request] = deque()
-        self._running: list[_Request] = []
-        self._next = 0
+        self.lanes: list[Lane] = []
+        for index, each in enumerate(drafts):
+            each.start(max_rows, room)
+            decoder = Decoder(target, each, self.cache, rule)
+            self.lanes.append(Lane(index, each, decoder, Fixed(each.info.depth)))
+        depth = most if num_draft_tokens is None else min(num_draft_tokens, most)
+        self.lanes[0].control = control or Fixed(depth)
+        self._admission = Admission(target, self.cache, self.capacity, resume)
+        self._running: list[Request] = []
+        self._next = self._turn = 0
+
+    @property
+    def draft(self) -> Draft:
+        """The first lane's draft."""
+        return self.lanes[0].draft
 
     @property
     def busy(self) -> bool:
         """True while a request waits or runs."""
-        return bool(self._waiting or self._running)
+        return bool(self._admission.waiting or self._running)
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams, counters: Counters | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        counters: Counters | None = None,
+        *,
+        lane: int = 0,
+        num_draft_tokens: int | None = None,
+        constraint: Constraint | None = None,
+        group: Hashable = None,
     ) -> int:
         """Queue a request; its number. Raises RequestError for a prompt that cannot be served.
 
-        counters: where to count; the engine's own by default (`Engine.counters`).
+        counters:   where to count; by default the request's own
+        lane:       which draft serves it; num_draft_tokens: at most so deep, 0 drafts nothing
+        constraint: the form its output is held to
+        group:      requests of one group take turns with other groups' for admission
         """
         ids = prompt_ids(self.target, prompt)
+        counters = Counters() if counters is None else counters
+        request = self._request(ids, params, counters, self.lanes[lane])
+        request.most, request.constraint = num_draft_tokens, constraint
+        self._admission.waiting.push(("alone", request.number) if group is None else group, request)
+        return request.number
+
+    def _request(
+        self, ids: list[int], params: SamplingParams, counters: Counters, lane: Lane
+    ) -> Request:
+        """A request, checked, with the next number."""
         eos = frozenset() if params.ignore_eos else self.target.tokenizer.eos_ids
         stop_ids = eos | frozenset(params.stop_token_ids)
-        check_request(ids, params, stop_ids, self.target.info.vocab_size)
-        if len(ids) >= self.capacity:
-            raise RequestError(
-                f"the prompt has {len(ids)} tokens and the context holds {self.capacity}: "
-                "shorten the prompt"
-            )
-        counters = Counters() if counters is None else counters
-        request = _Request(self._next, ids, params, stop_ids, Random(params.seed), counters)
-        self._waiting.append(request)
+        check_request(ids, params, stop_ids, self.target.info.vocab_size, self.capacity)
         self._next += 1
-        return request.number
+        return Request(self._next - 1, ids, params, stop_ids, Random(params.seed), counters, lane)
 
     def cancel(self, number: int) -> None:
         """Drop a request, waiting or running; its slot is free for the next step."""
-        self._waiting = deque(r for r in self._waiting if r.number != number)
+        self._admission.waiting.drop(lambda request: request.number == number)
         for request in [r for r in self._running if r.number == number]:
-            self._leave(request)
+            self._leave(request, sound=False)
+
+    def reroute(self, lane: int, to: int) -> None:
+        """Let another lane's draft serve all requests of a lane. It must tap no hidden states."""
+        new = self.lanes[to]
+        if new.draft.info.taps:
+            raise ValueError(f"{new.draft.info.name} needs hidden states from the prompt on")
+        for request in (*self._admission.waiting, *self._running):
+            if request.lane.index == lane:
+                if request.row is not None:
+                    request.lane.draft.close(request.row.slot)
+                    new.draft.open(request.row)
+                request.lane = new
 
     def step(self) -> list[Piece]:
         """Admit, prefill about a chunk's worth of prompts, run one round; pieces in slot order."""
-        self._admit()
-        self._prefill()
-        ready = [r for r in self._running if not r.pending]
+        self.admit()
+        self.prefill()
+        return [piece for lane in self.lanes for piece in self.round(lane)]
+
+    def round(self, lane: Lane) -> list[Piece]:
+        """One round of a lane's rows whose prompts are cached; pieces in slot order."""
+        ready = [r for r in self._running if r.lane is lane and not r.pending]
         if not ready:
             return []
         rows = [request.running for request in ready]
-        for row in rows:
-            row.budget = self.control.budget(row.text.remaining)
+        for request, row in zip(ready, rows, strict=True):
+            depth = lane.control.budget(row.text.remaining, request.track)
+            row.budget = depth if request.most is None else min(depth, request.most)
         pieces = []
-        for request, row, step in zip(ready, rows, self.decoder.round(rows), strict=True):
-            reason = "error" if step.error else row.text.finish_reason
-            parts = (step.tokens, step.origins, step.logprobs, reason, step.error)
-            pieces.append(Piece(request.number, row.text.release(), *parts))
-            if reason:
-                self._leave(request)
+        for request, row, step in zip(ready, rows, lane.decoder.round(rows), strict=True):
+            error = step.error or (request.constraint and request.constraint.error)
+            if error:
+                pieces.append(Piece(request.number, "", [], [], None, "error", error))
+            else:
+                if step.drafted is not None:
+                    request.track.observe(step.drafted.depth, len(step.drafted.path))
+                parts = (step.tokens, step.origins, step.logprobs, row.text.finish_reason)
+                text = row.text.release()
+                pieces.append(Piece(request.number, text, *parts, drafted=step.drafted))
+            if error or row.text.finish_reason:
+                self._leave(request, sound=not error)
         return pieces
 
     def slots(self) -> list[tuple[int, int]]:
@@ -157,12 +179,11 @@ class Engine:
         done: dict[int, Completion] = {}
         try:
             for prompt, mine in zip(prompts, params, strict=True):
-                number = self.submit(prompt, mine)
-                request = self._waiting[-1]
-                seed, counters = request.random.seed, request.counters
-                done[number] = Completion(
-                    prompt_tokens=len(request.ids), seed=seed, metrics=counters
-                )
+                ids, counters = prompt_ids(self.target, prompt), Counters()
+                request = self._request(ids, mine, counters, self.lanes[0])
+                self._admission.waiting.push(request.number, request)
+                out = Completion(prompt_tokens=len(ids), seed=request.random.seed, metrics=counters)
+                done[request.number] = out
             while any(not out.finish_reason for out in done.values()):
                 for piece in self.step():
                     if piece.error:
@@ -175,44 +196,30 @@ class Engine:
                     self.cancel(number)
         return list(done.values())
 
-    def _admit(self) -> None:
-        while self._waiting and self._free:
-            request = self._waiting.popleft()
-            info, params, ids = self.target.info, request.params, request.ids
-            limit = min(params.max_tokens, self.capacity - len(ids))
-            stops = [token for token in request.stop_ids if token < info.vocab_size]
-            request.row = Row(
-                slot=heapq.heappop(self._free),
-                tokens=list(ids),
-                params=params,
-                random=request.random,
-                history=History(params, info.vocab_size, ids, stops, info.device),
-                text=TextStream(self.target.tokenizer.decode, params, request.stop_ids, limit),
-                counters=request.counters,
-            )
-            self.draft.open(request.row)
-            self._running.append(request)
+    def admit(self) -> dict[int, int]:
+        """Give free slots to waiting requests. Request -> prompt tokens that need no prefill."""
+        admitted = self._admission.admit(self.lanes)
+        for request in admitted:
+            request.turn = self._turn
+        self._running += admitted
         self._running.sort(key=lambda r: r.running.slot)  # neighbouring slots make one cache view
+        return {request.number: request.reused for request in admitted}
 
-    def _prefill(self) -> None:
-        """Prefill prompts, oldest first, up to about one chunk's worth of tokens."""
+    def prefill(self) -> None:
+        """Prefill prompts, a chunk each in turn, up to about one chunk's worth of tokens."""
         room = PREFILL_CHUNK
-        for request in sorted(self._running, key=lambda r: r.number):
-            while request.pending and room > 0:
+        self._turn += 1
+        for request in sorted(self._running, key=lambda r: (r.turn, r.number)):
+            if request.pending and room > 0:
                 # chunk edges depend on the prompt alone, so that a row computes what it would alone
                 end = request.cached + min(request.pending, PREFILL_CHUNK)
-                self.decoder.prefill(request.running, request.cached, end)
+                request.lane.decoder.prefill(request.running, request.cached, end)
                 room -= end - request.cached
-                request.cached = end
+                request.cached, request.turn = end, self._turn
 
-    def _leave(self, request: _Request) -> None:
-        row = request.running
+    def _leave(self, request: Request, sound: bool) -> None:
         self._running.remove(request)
-        self.cache.truncate(row.slot, 0)
-        if not row.text.finish_reason:  # it broke or was cancelled: NaN may lie in its entries
-            self.cache.data[:, :, row.slot] = 0
-        self.draft.close(row.slot)
-        heapq.heappush(self._free, row.slot)
+        self._admission.leave(request, sound)
 
 
 def generate(
@@ -222,7 +229,7 @@ def generate(
     params: SamplingParams | None = None,
     **options: Any,
 ) -> Completion:
-    """Generate one completion. `options`: num_draft_tokens, rule (see `Engine`).
+    """Generate one completion. `options`: num_draft_tokens, control, rule (see `Engine`).
 
     Raises RequestError (a ValueError) for a prompt that cannot be served.
     """

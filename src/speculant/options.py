@@ -43,6 +43,22 @@ Tree = Annotated[
     ),
 ]
 Rule = Annotated[str, typer.Option("--rule", help="Rule for sampled chains: block or token.")]
+IsAdaptive = Annotated[
+    bool,
+    typer.Option(
+        "--adaptive",
+        help="Draft as deep as pays, nothing where nothing does: costs are measured at the start.",
+    ),
+]
+Weights = Annotated[
+    str | None,
+    typer.Option(
+        "--weights",
+        help="Round the target's matrices: float32, bfloat16, int8, int4; "
+        "file: the integers of its GGUF file. Default: as --dtype.",
+        show_default=False,
+    ),
+]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Backend = Annotated[str, typer.Option("--backend", help="auto, llama (ours) or hf (transformers).")]
@@ -134,6 +150,7 @@ def load_pair(
     threads: int | None,
     tree: int | None = None,
     force: bool = False,
+    weights: str | None = None,
 ) -> tuple[Target, Draft]:
     """Load the pair; everything that can be refused cheaply is refused before the target loads."""
     from .drafts import NEEDS, bundled_head, draft_options, find_draft, load_draft
@@ -158,8 +175,10 @@ def load_pair(
 
     from .target.load import load_target
 
-    parts = {"dtype": getattr(torch, dtype), "device": device, "backend": backend}
-    loaded = load_target(target, **parts)
+    parts: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": device, "backend": backend}
+    # a draft model keeps its dtype
+    own: dict[str, Any] = {} if weights is None else {"weights": weights}
+    loaded = load_target(target, **parts, **own)
     options: dict[str, Any] = {} if tree is None else {"tree": tree}
     if force:
         options["force"] = True
@@ -173,6 +192,14 @@ def load_pair(
     if count > most:
         raise ValueError(f"--num-draft-tokens is {count}: {draft} drafts at most {most} here")
     return loaded, made
+
+
+def adaptive_control(target: Target, draft: Draft, num_draft_tokens: int | None) -> dict[str, Any]:
+    """The engine's option `control` for --adaptive."""
+    from .control import Adaptive
+    from .pace import measure_costs
+
+    return {"control": Adaptive(measure_costs(target, draft, num_draft_tokens))}
 
 
 def set_threads(threads: int | None) -> None:
@@ -242,6 +269,8 @@ def user_errors() -> Iterator[None]:
 
 def _expected() -> tuple[type[BaseException], ...]:
     """Errors whose message is for the user; anything else is a bug and keeps its traceback."""
+    if "torch" not in sys.modules:  # nothing was loaded, and an error needs no torch to be told
+        return (ValueError, OSError, FloatingPointError, MemoryError)
     import torch
 
     from .target.base import LoadError

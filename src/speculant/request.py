@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from .decode import TokenLogprob
 from .metrics import Counters
 from .sampling import SamplingParams
+from .step import Drafted, TokenLogprob
 from .target.base import Target
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A user message (or plain text for a model without a chat template), token ids, or messages."""
+
+
+T = TypeVar("T")
 
 
 class RequestError(ValueError):
@@ -31,6 +35,7 @@ class Piece:
     logprobs: list[TokenLogprob] | None
     finish_reason: str | None
     error: str | None = None
+    drafted: Drafted | None = None
 
 
 @dataclass
@@ -100,9 +105,14 @@ def prompt_ids(target: Target, prompt: Prompt) -> list[int]:
 
 
 def check_request(
-    ids: Sequence[int], params: SamplingParams, stop_ids: Iterable[int], vocab: int
+    ids: Sequence[int],
+    params: SamplingParams,
+    stop_ids: Iterable[int],
+    vocab: int,
+    capacity: int,
 ) -> None:
-    """Raise RequestError for token ids outside the vocabulary, and when nothing could be sampled."""
+    """Raise RequestError for token ids outside the vocabulary, a prompt that leaves no room in the
+    context of `capacity` tokens, and when nothing could be sampled."""
     if not ids:
         raise RequestError("the prompt is empty: give at least one token")
     for name, tokens in (("prompt", ids), ("logit_bias", params.logit_bias)):
@@ -114,3 +124,45 @@ def check_request(
         forbidden |= {token for token in stop_ids if token < vocab}
     if len(forbidden) >= vocab:
         raise RequestError("logit_bias and min_tokens forbid every token of the vocabulary")
+    if len(ids) >= capacity:
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens and the context holds {capacity}: shorten the prompt"
+        )
+
+
+class FairQueue(Generic[T]):
+    """Items of many groups: one from each group in turn, first come first served within it.
+
+    A group that queues many items at once does not keep a later group's single item waiting.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[Hashable, deque[T]] = {}  # the next to be served first
+
+    def __len__(self) -> int:
+        return sum(len(items) for items in self._groups.values())
+
+    def __iter__(self) -> Iterator[T]:
+        return (item for items in self._groups.values() for item in items)
+
+    def push(self, group: Hashable, item: T) -> None:
+        """Add an item behind its group's others."""
+        self._groups.setdefault(group, deque()).append(item)
+
+    def pop(self) -> T:
+        """The next item; its group goes to the back."""
+        group = next(iter(self._groups))
+        items = self._groups.pop(group)
+        item = items.popleft()
+        if items:
+            self._groups[group] = items
+        return item
+
+    def drop(self, unwanted: Callable[[T], bool]) -> None:
+        """Remove items."""
+        for group, items in list(self._groups.items()):
+            kept = deque(item for item in items if not unwanted(item))
+            if kept:
+                self._groups[group] = kept
+            else:
+                del self._groups[group]

@@ -16,14 +16,18 @@ from typing import Any
 
 import torch
 
+from ..control import Adaptive
 from ..drafts import load_draft
 from ..drafts.base import Draft
 from ..engine import generate
 from ..metrics import Counters
+from ..pace import measure_costs
 from ..request import prompt_ids
 from ..sampling import SamplingParams
 from ..target.base import Target
+from .profile import parameters, weight_bytes
 from .prompts import PROMPTS
+from .quality import Quality, quality
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXT = 256
@@ -50,6 +54,7 @@ class CoreReport:
     loop_share: dict[str, float]
     speeds: list[Speed]
     memory_mb: dict[str, float]
+    quality: Quality | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -104,11 +109,35 @@ def measure_speeds(
     return out
 
 
-def ours(target: Target, draft: Draft, params: SamplingParams) -> Callable[..., Any]:
+def parse_contender(spec: str) -> tuple[str, int, str]:
+    """`NAME`, `NAME:NODES`, `NAME@DEPTH` or `NAME@auto` as (name, nodes, depth): 0, "" not given."""
+    rest, _, depth = spec.partition("@")
+    name, _, nodes = rest.partition(":")
+    if nodes and not (nodes.isdecimal() and int(nodes)):
+        raise ValueError("after the colon comes a number of nodes")
+    if ("@" in spec or depth) and depth != "auto" and not (depth.isdecimal() and int(depth)):
+        raise ValueError("after the @ comes a depth from 1, or auto")
+    return name, int(nodes or 0), depth
+
+
+def drafted(target: Target, spec: str, params: SamplingParams) -> Callable[..., Any]:
+    """The contender of a spec, see `parse_contender`; auto adapts its depth."""
+    name, nodes, depth = parse_contender(spec)
+    draft = load_draft(name, target, **({"tree": nodes} if nodes else {}))
+    if depth == "auto":
+        return ours(target, draft, params, control=Adaptive(measure_costs(target, draft)))
+    if depth and int(depth) > draft.info.depth:
+        draft = load_draft(name, target, num_draft_tokens=int(depth))
+    return ours(target, draft, params, **({"num_draft_tokens": int(depth)} if depth else {}))
+
+
+def ours(
+    target: Target, draft: Draft, params: SamplingParams, **options: Any
+) -> Callable[..., Any]:
     """A contender that decodes with a draft; time without the prompt's prefill."""
 
     def run(prompt: str) -> tuple[int, float, Counters | None]:
-        out = generate(target, draft, prompt, params)
+        out = generate(target, draft, prompt, params, **options)
         return len(out.token_ids), out.metrics.decode_ms, out.metrics
 
     return run
@@ -139,11 +168,13 @@ def transformers_plain(folder: str, target: Target, params: SamplingParams) -> C
     return run
 
 
-def peak_memory(target_name: str, target: Target, max_tokens: int) -> dict[str, float]:
+def peak_memory(
+    target_name: str, target: Target, max_tokens: int, weights: str = ""
+) -> dict[str, float]:
     """Peak resident memory (MB) of a fresh process that generates, and what it is made of. Linux."""
     code = (
         "import speculant\n"
-        f"t = speculant.load_target({target_name!r})\n"
+        f"t = speculant.load_target({target_name!r}, weights={weights!r})\n"
         "d = speculant.load_draft('ngram', t)\n"
         f"p = speculant.SamplingParams(max_tokens={max_tokens}, temperature=0.0)\n"
         f"speculant.generate(t, d, {PROMPTS['coding']!r}, p)\n"
@@ -156,26 +187,9 @@ def peak_memory(target_name: str, target: Target, max_tokens: int) -> dict[str, 
     capacity = len(prompt_ids(target, PROMPTS["coding"])) + max_tokens
     return {
         "peak": float(out.strip().splitlines()[-1]) / 1e3,
-        "weights": _weight_bytes(target) / 1e6,
+        "weights": weight_bytes(target, parameters(target)) / 1e6,
         "cache": target.new_cache(1, capacity).nbytes / 1e6,
     }
-
-
-def _weight_bytes(target: Target) -> int:
-    """Bytes of the target's parameters, a tied embedding counted once."""
-    from ..target.llama import LlamaTarget
-
-    if not isinstance(target, LlamaTarget):
-        raise ValueError("memory is measured for the llama backend only")
-    size = target.info.dtype.itemsize
-    count = target.embedding.numel * (1 if target.config.tied else 2) + target.norm.numel()
-    for layer in target.layers:
-        for part in vars(layer).values():
-            if isinstance(part, torch.Tensor):
-                count += part.numel()
-            elif part is not None:
-                count += part.in_features * part.out_features
-    return count * size
 
 
 def measure_core(
@@ -185,19 +199,20 @@ def measure_core(
     runs: int,
     peers: bool,
     progress: Callable[[str], None],
+    weights: str = "",
 ) -> CoreReport:
-    """Everything, for one target."""
+    """Everything, for one target. weights: see `load_target`."""
     from ..target.load import load_target, resolve
 
-    target = load_target(target_name)
-    _weight_bytes(target)  # refuses what cannot be measured before anything is
+    target = load_target(target_name, weights=weights)
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     contenders = {"plain": ours(target, load_draft("none", target), params)}
     for name in drafts:
-        contenders[name] = ours(target, load_draft(name, target), params)
+        contenders[name] = drafted(target, name, params)
     if peers:
         folder = str(resolve(target_name)[0])
         contenders["transformers"] = transformers_plain(folder, target, params)
+    rounded = _quality(target_name, target, params, progress) if weights else None
     progress("t(k)")
     times = forward_times(target)
     speeds = measure_speeds(contenders, runs, progress)
@@ -206,6 +221,7 @@ def measure_core(
     settings = {
         "target": target_name,
         "dtype": str(target.info.dtype).removeprefix("torch."),
+        "weights": weights or "as dtype",
         "threads": torch.get_num_threads(),
         "max_tokens": max_tokens,
         "runs": runs,
@@ -214,7 +230,24 @@ def measure_core(
         "batch": 1,
         "context_of_t(k)": CONTEXT,
     }
-    return CoreReport(settings, times, shares, speeds, peak_memory(target_name, target, max_tokens))
+    memory = peak_memory(target_name, target, max_tokens, weights)
+    return CoreReport(settings, times, shares, speeds, memory, rounded)
+
+
+def _quality(
+    name: str, target: Target, params: SamplingParams, progress: Callable[[str], None]
+) -> Quality:
+    """What the rounding changed, on greedy answers of the target in float32."""
+    from ..target.load import load_target
+
+    progress("quality of the weights")
+    reference = load_target(name)
+    plain, texts = load_draft("none", reference), []
+    for prompt in PROMPTS.values():
+        ids = prompt_ids(reference, prompt)
+        out = generate(reference, plain, prompt, params)
+        texts.append(([*ids, *out.token_ids], len(ids)))
+    return quality(reference, target, texts)
 
 
 def render(report: CoreReport) -> str:
@@ -222,8 +255,8 @@ def render(report: CoreReport) -> str:
     s = report.settings
     base = report.forward_ms[1]
     lines = [
-        f"{s['target']}, {s['dtype']}, {s['threads']} threads, batch 1, temperature 0, "
-        f"{s['max_tokens']} tokens, medians of {s['runs']} runs",
+        f"{s['target']}, {s['dtype']}, weights {s['weights']}, {s['threads']} threads, batch 1, "
+        f"temperature 0, {s['max_tokens']} tokens, medians of {s['runs']} runs",
         "",
         "| contender | tokens/s | against plain | spread | acceptance | mean length | loop's own |",
         "|---|---|---|---|---|---|---|",
@@ -247,6 +280,14 @@ def render(report: CoreReport) -> str:
         f"Peak memory {m['peak']:.0f} MB: weights {m['weights']:.0f}, cache {m['cache']:.0f}, "
         f"the rest {rest:.0f} (allowed {BASELINE_MB}).",
     ]
+    if report.quality is not None:
+        q = report.quality
+        lines += [
+            "",
+            f"Weights {s['weights']} against float32, over {q.tokens} tokens of greedy answers: "
+            f"perplexity {q.perplexity:.4f} against {q.reference_perplexity:.4f}, the same likeliest "
+            f"token in {q.agreement:.2%}, divergence {q.divergence:.2e} nats.",
+        ]
     names = [speed.name for speed in report.speeds]
     lines += ["", "| tokens/s | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     for task in PROMPTS:

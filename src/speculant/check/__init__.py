@@ -82,7 +82,7 @@ def check_greedy(target: Target, draft: Draft, rule: str, depth: int | None) -> 
     gaps = []
     for prompt, a, b in zip(PROMPTS, plain, ours, strict=True):
         if a.token_ids != b.token_ids:
-            gaps.append(_gap(target, prompt_ids(target, prompt), a.token_ids, b.token_ids))
+            gaps.append(gap(target, prompt_ids(target, prompt), a.token_ids, b.token_ids))
     allowed = NEAR_TIE.get(target.info.dtype, COARSE_TIE)
     same, tokens = len(PROMPTS) - len(gaps), sum(len(a.token_ids) for a in plain)
     detail = f"{same} of {len(PROMPTS)} prompts identical, {tokens} tokens"
@@ -92,7 +92,7 @@ def check_greedy(target: Target, draft: Draft, rule: str, depth: int | None) -> 
     return Check("greedy", max(gaps, default=0.0) <= allowed, detail, numbers)
 
 
-def _gap(target: Target, prompt: list[int], plain: list[int], ours: list[int]) -> float:
+def gap(target: Target, prompt: list[int], plain: list[int], ours: list[int]) -> float:
     """How much less likely than the plain token ours was, in logits, at the first difference."""
     pairs = enumerate(zip(plain, ours, strict=False))
     at = next((i for i, (a, b) in pairs if a != b), None)

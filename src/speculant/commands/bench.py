@@ -7,15 +7,23 @@ from typing import Annotated
 
 import typer
 
-from ..options import BUNDLED, AsJson, TargetName, Threads, set_threads, user_errors
+from ..options import BUNDLED, AsJson, TargetName, Threads, Weights, set_threads, user_errors
 
 
 def bench(
     target: TargetName = BUNDLED,
-    drafts: Annotated[str, typer.Option("--drafts", help="Comma-separated.")] = "ngram,lookahead",
+    drafts: Annotated[
+        str,
+        typer.Option(
+            "--drafts",
+            help="By commas: names or folders of heads; NAME:NODES a tree, NAME@N so deep, NAME@auto "
+            "as deep as pays.",
+        ),
+    ] = "ngram,lookahead,eagle3@2,eagle3@auto",
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens a prompt.")] = 96,
     runs: Annotated[int, typer.Option("--runs", help="Measured runs, after a warm-up.")] = 3,
     peers: Annotated[bool, typer.Option(help="Compare with transformers' generate.")] = True,
+    weights: Weights = None,
     threads: Threads = None,
     as_json: AsJson = False,
 ) -> None:
@@ -23,18 +31,31 @@ def bench(
     with user_errors():
         if runs < 1 or max_tokens < 2:
             raise ValueError("--runs must be at least 1 and --max-tokens at least 2")
-        from ..drafts import DRAFTS
-
         names = [name.strip() for name in drafts.split(",")]
         for name in names:
-            if name not in DRAFTS or name == "none":
-                known = ", ".join(n for n in DRAFTS if n != "none")
-                raise ValueError(f"--drafts: unknown draft {name!r}: choose from {known}")
+            _check(name)
         set_threads(threads)
         from rich.console import Console
 
         from ..bench.measure import measure_core, render
 
         with Console(stderr=True).status("starting") as status:
-            report = measure_core(target, names, max_tokens, runs, peers, status.update)
+            report = measure_core(
+                target, names, max_tokens, runs, peers, status.update, weights or ""
+            )
         typer.echo(json.dumps(report.as_dict()) if as_json else render(report))
+
+
+def _check(spec: str) -> None:
+    """Raise ValueError for a contender that is none: see `bench.measure.drafted`."""
+    from ..bench.measure import parse_contender
+    from ..drafts import draft_options
+    from .eval import draft_kind
+
+    try:
+        name, nodes, _ = parse_contender(spec)
+        kind = draft_kind(name)
+    except ValueError as error:
+        raise ValueError(f"--drafts {spec!r}: {error}") from None
+    if nodes and "tree" not in draft_options(kind):
+        raise ValueError(f"--drafts {spec!r}: a number of nodes goes with medusa and EAGLE drafts")

@@ -27,6 +27,7 @@ from ..options import (
     Rule,
     TargetName,
     Threads,
+    Weights,
     check_rule,
     load_pair,
     user_errors,
@@ -83,6 +84,7 @@ def evaluate(
     dtype: Dtype = "float32",
     device: Device = "cpu",
     backend: Backend = "auto",
+    weights: Weights = None,
     threads: Threads = None,
 ) -> None:
     """Measure acceptance per position and per task: chain and tree, temperature 0 and 1."""
@@ -98,7 +100,7 @@ def evaluate(
         asked = read_questions(questions) if questions else builtin_questions()
         asked = spread(asked, limit)
         parts = {"dtype": dtype, "device": device, "backend": backend, "threads": threads,
-                 "force": force}  # fmt: skip
+                 "force": force, "weights": weights}  # fmt: skip
         loaded, pairs = load(settings, draft, target, draft_model, **parts)
         names = {
             "target": loaded.info.name,
@@ -106,6 +108,7 @@ def evaluate(
             "questions": str(questions) if questions else "built-in",
             "limit": limit,
             "dtype": dtype,
+            "weights": weights,
             "device": device,
         }
         done = [run(loaded, made, asked, setting, names) for setting, made in pairs]

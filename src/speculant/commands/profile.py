@@ -16,6 +16,7 @@ from ..options import (
     Dtype,
     TargetName,
     Threads,
+    Weights,
     set_threads,
     user_errors,
 )
@@ -57,6 +58,7 @@ def profile(
     dtype: Dtype = "float32",
     device: Device = "cpu",
     backend: Backend = "auto",
+    weights: Weights = None,
     threads: Threads = None,
 ) -> None:
     """Measure t(batch, rows), the drafts' cost and their acceptance, for `speculant tune`."""
@@ -87,6 +89,8 @@ def profile(
         plan = Plan(**chosen, max_tokens=max_tokens, context=context)
         asked = spread(read_questions(questions) if questions else builtin_questions(), limit)
         parts: dict[str, Any] = {"device": device, "backend": backend}
+        if weights:
+            parts["weights"] = weights
         loaded = load_target(target, dtype=getattr(torch, dtype), **parts)
         if context + 64 > loaded.info.context_length:
             raise ValueError(

@@ -196,7 +196,8 @@ def one_sample(settings: TrainSettings) -> tuple[Sample, Tokenizer]:
     target = load_for_data(settings.target, settings.device)
     if settings.data:
         return read_shard(find_shards(settings.data)[0])[0], target.tokenizer
-    recipe = replace(recipe_for(settings, target), conversations=2, documents=0.0, relays=0.0, max_tokens=96)
+    recipe = recipe_for(settings, target)
+    recipe = replace(recipe, conversations=2, documents=0.0, relays=0.0, max_tokens=96)
     generate = engine_generate(target, None, 2, recipe.longest + 8)
     conversations = conversations_of(settings)
     if conversations and settings.answers == "target":

@@ -2,8 +2,9 @@
 
 Q4_1: 32 weights as integers of 0..15, a float16 scale and a float16 minimum. Q8_0: 32 weights as
 int8 and a float16 scale. (llama.cpp, ggml-common.h: block_q4_1, block_q8_0.) The folder that a GGUF
-file is converted into holds them in `quantised.safetensors`, so that the decoder can run on them as
-they are, without rounding a second time. A matrix is written only if its blocks give the converted
+file is converted into holds them in `gguf_blocks.st`, so that the decoder can run on them as
+they are, without rounding a second time. (A safetensors file by another name: loaders of the folder
+take every *.safetensors for weights.) A matrix is written only if its blocks give the converted
 weights bit for bit.
 """
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import numpy as np
     from gguf import GGUFReader
 
-FILE = "quantised.safetensors"
+FILE = "gguf_blocks.st"
 NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",

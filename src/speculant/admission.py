@@ -1,0 +1,132 @@
+"""From a queued request to a row of the cache and back: slots, what they still hold, and turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from .cache import KVCache
+from .constraint import ConstrainedHistory, Constraint
+from .control import Control, Track
+from .decode import Decoder, Row
+from .drafts.base import Draft, DraftRow
+from .history import History
+from .metrics import Counters
+from .request import FairQueue
+from .sampling import Random, SamplingParams
+from .slots import Slots, Taken
+from .target.base import Target
+from .text import TextStream
+
+Resume = Callable[[Draft, DraftRow, int], int]
+"""A request took `row.slot`, whose last request shared its first n tokens and used this draft:
+make the draft's state fit, and say how many of the n tokens the target need not run again."""
+
+
+@dataclass
+class Lane:
+    """A draft with the rows that it drafts for. Every lane runs rounds of its own."""
+
+    index: int
+    draft: Draft
+    decoder: Decoder
+    control: Control
+
+
+@dataclass
+class Request:
+    """A request in the queue, and once admitted its row. Nothing large waits in the queue."""
+
+    number: int
+    ids: list[int]
+    params: SamplingParams
+    stop_ids: frozenset[int]
+    random: Random
+    counters: Counters
+    lane: Lane
+    most: int | None = None  # deepest draft of a round; None: as the lane's control says
+    constraint: Constraint | None = None
+    cached: int = 0  # prompt tokens in the cache
+    reused: int = 0  # of these, tokens that an earlier request left there
+    turn: int = 0  # when it last got a chunk of prefill
+    row: Row | None = None
+    track: Track = field(default_factory=Track)  # how its drafts have fared
+
+    @property
+    def pending(self) -> int:
+        """Prompt tokens still to prefill; the last one is the first root and never is."""
+        return len(self.ids) - 1 - self.cached
+
+    @property
+    def running(self) -> Row:
+        """The row of an admitted request."""
+        assert self.row is not None
+        return self.row
+
+
+class Admission:
+    """Gives the slots of a cache to requests in turn, and takes them back.
+
+    capacity: most tokens (prompt + output) of a request
+    resume:   keep what a finished request left in its slot, for one that begins the same way
+    """
+
+    def __init__(
+        self, target: Target, cache: KVCache, capacity: int, resume: Resume | None
+    ) -> None:
+        self.target, self.cache, self.capacity, self.resume = target, cache, capacity, resume
+        self.slots = Slots(len(cache.lengths))
+        self.waiting: FairQueue[Request] = FairQueue()
+
+    def admit(self, lanes: list[Lane]) -> list[Request]:
+        """Give free slots to waiting requests, as long as there are both."""
+        admitted = []
+        while self.waiting and self.slots:
+            request = self.waiting.pop()
+            taken = self.slots.take(request.ids)
+            request.row = self._row(request, taken.slot)
+            request.reused = request.cached = self._open(request, taken, lanes)
+            admitted.append(request)
+        return admitted
+
+    def leave(self, request: Request, sound: bool) -> None:
+        """Free a request's slot. sound: it ended by itself; else NaN may lie in its row."""
+        row, lane = request.running, request.lane
+        if self.resume and sound:
+            self.slots.hold(row.slot, row.tokens[:-1], lane.index)
+            return
+        self.cache.truncate(row.slot, 0)
+        if not sound:
+            used = len(row.tokens) + 1 + lane.draft.info.max_nodes + lane.draft.info.max_window
+            self.cache.data[:, :, row.slot, :, :used] = 0
+        lane.draft.close(row.slot)
+        self.slots.give(row.slot)
+
+    def _row(self, request: Request, slot: int) -> Row:
+        info, params, ids = self.target.info, request.params, request.ids
+        limit = min(params.max_tokens, self.capacity - len(ids))
+        stops = [token for token in request.stop_ids if token < info.vocab_size]
+        parts = (params, info.vocab_size, ids, stops, info.device)
+        held_to = request.constraint
+        return Row(
+            slot=slot,
+            tokens=list(ids),
+            params=params,
+            random=request.random,
+            history=ConstrainedHistory(held_to, *parts) if held_to else History(*parts),
+            text=TextStream(self.target.tokenizer.decode, params, request.stop_ids, limit),
+            counters=request.counters,
+        )
+
+    def _open(self, request: Request, taken: Taken, lanes: list[Lane]) -> int:
+        """Make the draft and the cache ready for a request; how many tokens need no prefill."""
+        row, kept = request.running, 0
+        held, draft = taken.held, request.lane.draft
+        if held and held.lane == request.lane.index and self.resume and taken.shared:
+            kept = self.resume(draft, row, min(taken.shared, len(row.tokens) - 1))
+        else:
+            if held:
+                lanes[held.lane].draft.close(row.slot)
+            draft.open(row)
+        self.cache.truncate(row.slot, kept)
+        return kept

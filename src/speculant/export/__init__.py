@@ -1,0 +1,1 @@
+"""Heads in the formats of other engines: written, read back and checked."""
