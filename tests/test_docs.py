@@ -25,7 +25,7 @@ def script() -> ModuleType:
 
 def test_help_in_docs_is_current() -> None:
     docs = script()
-    for command in docs.COMMANDS:
+    for command in (*docs.COMMANDS, *docs.GROUPS):
         page = (ROOT / "docs" / f"{command}.md").read_text()
         assert docs.updated(page) == page, "run scripts/update_docs.py"
         assert f"Usage: speculant {command}" in page
@@ -43,8 +43,9 @@ def test_commands_in_the_readme_parse() -> None:
     lines = re.findall(r"^    (?:\.venv/bin/)?speculant (.+)$", README, re.MULTILINE)
     assert len(lines) >= 3
     for line in lines:
-        words = shlex.split(line)
-        text = script().help_text(words[0])
+        words = shlex.split(line, comments=True)
+        group = words[0] in script().GROUPS
+        text = script().help_text(" ".join(words[: 1 + group]))
         assert "Usage" in text
         for word in words[1:]:
             if word.startswith("--"):
