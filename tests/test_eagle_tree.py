@@ -470,7 +470,10 @@ def test_senseless_sizes_are_refused(name: str, options: dict[str, Any], words: 
 def test_the_engines_depth_is_the_trees() -> None:
     draft = load_draft("eagle3", TARGET, head=make_head(), tree=20, num_draft_tokens=4)
     assert Engine(TARGET, draft, capacity=40).lanes[0].control.num_draft_tokens == 4
-    assert Engine(TARGET, draft, capacity=40, num_draft_tokens=2).lanes[0].control.num_draft_tokens == 2
+    assert (
+        Engine(TARGET, draft, capacity=40, num_draft_tokens=2).lanes[0].control.num_draft_tokens
+        == 2
+    )
     with pytest.raises(ValueError, match="at most 4"):
         Engine(TARGET, draft, capacity=40, num_draft_tokens=5)
     out = generate(TARGET, draft, PROMPTS[0], GREEDY, num_draft_tokens=2)

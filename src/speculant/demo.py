@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .bench.prompts import PROMPTS as BENCH
+from .control import Adaptive
 from .drafts import load_draft
 from .drafts.base import Draft
 from .engine import generate
+from .pace import measure_costs
 from .request import Completion
 from .sampling import SamplingParams
 from .target.base import Target
@@ -39,8 +42,15 @@ class Comparison:
 
 
 def compare(target: Target, draft: Draft, max_tokens: int = 160, runs: int = 3) -> list[Comparison]:
-    """Decode every prompt greedily both ways, alternating; the median run of each way."""
+    """Decode every prompt greedily both ways, alternating; the median run of each way.
+
+    The draft goes as deep as pays here: its costs are measured first.
+    """
     from rich.console import Console
+
+    deep: dict[str, Any] = {}
+    if draft.info.depth:
+        deep["control"] = Adaptive(measure_costs(target, draft))
 
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     none = load_draft("none", target)
@@ -50,8 +60,8 @@ def compare(target: Target, draft: Draft, max_tokens: int = 160, runs: int = 3) 
         both: tuple[list[Completion], list[Completion]] = ([], [])
         with Console(stderr=True).status(f"{task}: plainly and with {draft.info.name}"):
             for _ in range(runs):
-                for done, chosen in zip(both, (none, draft), strict=True):
-                    done.append(generate(target, chosen, prompt, params))
+                both[0].append(generate(target, none, prompt, params))
+                both[1].append(generate(target, draft, prompt, params, **deep))
         plain, ours = (sorted(d, key=lambda c: c.metrics.tokens_per_s)[runs // 2] for d in both)
         out.append(Comparison(task, plain, ours))
     return out
