@@ -75,12 +75,14 @@ class Run:
     """One draft setting over the questions at one batch size and temperature.
 
     nodes: of a proposal; a chain has as many as it is deep
+    extra: rows beside root and nodes in the target's forward (lookahead's window)
     """
 
     name: str
     depth: int
     nodes: int
     done: Evaluation
+    extra: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -148,7 +150,9 @@ def settings(target: Target, name: str, plan: Plan) -> Iterable[tuple[Draft, int
             yield draft, min(draft.info.depth, nodes), nodes
     if not grows and "num_draft_tokens" not in options:
         draft = load_draft(name, target)
-        yield draft, draft.info.depth, draft.info.depth
+        # lookahead's candidates are paths of n-grams without their first token
+        depth = int(str(options["ngram"])) - 1 if "ngram" in options else draft.info.depth
+        yield draft, depth, draft.info.max_nodes
 
 
 def forward_table(target: Target, batches: Sequence[int], context: int) -> list[ForwardTime]:
@@ -180,7 +184,7 @@ def predictions(profile: Profile, runs: Sequence[Run]) -> list[dict[str, Any]]:
 
     The prediction is the latency model's: acceptance of the run, times of the profile.
     """
-    from ..cost.families import DraftPlan, plan
+    from ..cost.families import DraftPlan
     from ..cost.latency import estimate
 
     by_name = {draft.name: draft for draft in profile.drafts}
@@ -194,8 +198,7 @@ def predictions(profile: Profile, runs: Sequence[Run]) -> list[dict[str, Any]]:
             family, nodes = by_name[run.name].family, max(run.depth, round(rows))
             if run.nodes > run.depth:  # a tree stays one however few of its nodes were drafted
                 nodes = max(run.depth + 1, nodes)
-            extra = plan(family, run.depth).extra_rows
-            work = DraftPlan(family, run.depth, nodes, run.depth, extra_rows=extra)
+            work = DraftPlan(family, run.depth, nodes, run.depth, extra_rows=run.extra)
             share = counters.num_drafts / counters.target_forwards
             found = estimate(times, work, counters.mean_acceptance_length, 1, share)
             predicted = 1e3 / found.token_ms
@@ -227,7 +230,8 @@ def _run(
 ) -> Run:
     count = depth if "num_draft_tokens" in draft_options(find_draft(name)[0]) else None
     setting = Setting(temperature, None, count, max_tokens=plan.max_tokens, batch=batch)
-    return Run(name, depth, nodes, evaluate(target, draft, questions, setting))
+    done = evaluate(target, draft, questions, setting)
+    return Run(name, depth, nodes, done, draft.info.max_window)
 
 
 def _draft_profile(name: str, runs: Sequence[Run]) -> DraftProfile:
