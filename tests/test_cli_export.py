@@ -18,7 +18,7 @@ from exporting import edit
 from fake import HIDDEN, FakeTarget
 from speculant.cli import app
 from speculant.commands import run_engine
-from speculant.commands.lend import lend, servable
+from speculant.commands.lend import lend
 from speculant.commands.taps import measure
 from speculant.export import running
 from speculant.export.keys import LAYOUTS
@@ -348,21 +348,3 @@ def test_ends_of_a_tied_target(tmp_path: Path, model: Path) -> None:
     lent = lend(str(tied), ends=True).parts
     assert lent.lm_head is None
     assert torch.equal(lent.unembedding, tensors["model.embed_tokens.weight"])
-
-
-def test_files_of_our_own_are_kept_from_engines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Engines load every safetensors in a folder: a conversion's further ones stay out of sight."""
-    monkeypatch.setenv("SPECULANT_CACHE", str(tmp_path / "cache"))
-    folder = tiny_model(tmp_path / "m")
-    assert servable(folder) == folder
-    save_file({"a.codes": torch.ones(2)}, folder / "quantised.safetensors")
-    for _ in range(2):
-        plain = servable(folder)
-        names = {path.name for path in folder.iterdir()} - {"quantised.safetensors"}
-        assert {path.name for path in plain.iterdir()} == names
-        assert (plain / "model.safetensors").read_bytes() == (
-            folder / "model.safetensors"
-        ).read_bytes()
-    assert Path(lend(str(folder), ends=False).parts.name) == plain

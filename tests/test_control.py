@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -204,7 +205,10 @@ def test_costs_are_measured_for_chains_and_trees() -> None:
     chain = measure_costs(target, Half(target, 3))
     assert (chain.depths, chain.rows) == ((0, 1, 2, 3), (1, 2, 3, 4))
     assert all(ms > 0 for _, ms in chain.forward_ms)
-    tree = load_draft("vanilla", target, model=FakeTarget(seed=4), num_draft_tokens=2)
-    assert measure_costs(target, tree, 1).depths == (0, 1)
+    assert measure_costs(target, Half(target, 3), 1).depths == (0, 1)
+    tree = Scripted(target.greedy, 2, siblings=2)  # six nodes, two deep
+    tree.info = replace(tree.info, max_depth=2)
+    found = measure_costs(target, tree)
+    assert (found.depths, found.rows) == ((0, 2), (1, 7))
     with pytest.raises(ValueError, match="nothing to adapt"):
         measure_costs(target, load_draft("none", target))

@@ -78,3 +78,17 @@ def test_what_is_not_packed() -> None:
     assert not can_pack(40, "q4_1", CPU)
     assert not can_pack(64, "float32", torch.device("meta"))
     assert can_pack(40, "float32", CPU) == (library() is not None)
+
+
+@compiled
+@pytest.mark.parametrize("form", FORMATS)
+def test_two_threads_give_what_one_gives(form: str) -> None:
+    """Every panel is computed, by whichever thread: to the last bit."""
+    packed = PackedLinear(weights(form, 500, 96, 3)[0])
+    x = torch.randn(11, 96, generator=torch.Generator().manual_seed(4))
+    one = packed(x)
+    torch.set_num_threads(2)
+    try:
+        assert all(torch.equal(packed(x), one) for _ in range(5))
+    finally:
+        torch.set_num_threads(1)

@@ -15,7 +15,7 @@ from speculant.tune.hardware import find_machines, find_model
 from speculant.tune.predict import as_json, predict, summarise
 from speculant.tune.tasks import task_of
 
-PUBLISHED = Path("/work/shared/data/published_results.json")
+PUBLISHED = Path(__file__).parents[2] / "shared" / "data" / "published_results.json"
 KNOWN: list[dict[str, Any]] = [
     {"id": "eagle2-llama2-13b", "method": "EAGLE-2", "target_model": "LLaMA2-Chat-13B",
      "batch_size": 1, "temperature": 0.0, "task": "MT-bench", "tau": 4.83, "tree_nodes": 50,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,7 +59,7 @@ def lend(target: str, ends: bool) -> Lent:
     config = read_json(folder / "config.json")
     embedding, lm_head = read_ends(folder) if ends else (None, None)
     named = HUB_ID.fullmatch(target) and not Path(target).expanduser().exists()
-    place = target if named else str(servable(folder.resolve()))
+    place = target if named else str(folder.resolve())
     files = {n: (folder / n).read_bytes() for n in TOKENIZER_FILES if (folder / n).is_file()}
     parts = FromTarget(
         name=place,
@@ -73,33 +70,6 @@ def lend(target: str, ends: bool) -> Lent:
         files=files,
     )
     return Lent(fingerprint, parts)
-
-
-def servable(folder: Path) -> Path:
-    """A folder that engines can load: this one, or links to its transformers files.
-
-    A conversion of ours may hold further safetensors, for our own decoder, and engines load every
-    one that they find.
-    """
-    from ..target.convert import cache_folder
-    from ..target.weights import weight_files
-
-    whole = set(weight_files(folder))
-    if set(folder.glob("*.safetensors")) <= whole:
-        return folder
-    plain = cache_folder() / "plain" / folder.name
-    wanted = [path for path in folder.iterdir() if path in whole or path.suffix != ".safetensors"]
-    if all((plain / path.name).exists() for path in wanted):
-        return plain
-    plain.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".linking-", dir=plain.parent) as temporary:
-        part = Path(temporary) / "whole"
-        part.mkdir()
-        for path in wanted:
-            (part / path.name).symlink_to(path)
-        shutil.rmtree(plain, ignore_errors=True)
-        os.replace(part, plain)
-    return plain
 
 
 def read_ends(folder: Path) -> tuple[Tensor, Tensor | None]:

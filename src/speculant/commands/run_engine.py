@@ -67,7 +67,6 @@ def run_vllm(
     from ..target.convert import cache_folder
     from ..target.load import resolve
     from ..target.tokenizer import load_tokenizer
-    from .lend import servable
 
     if checked.engine != "vLLM":
         raise ValueError(f"--run is vLLM's; this is an export for {checked.engine}")
@@ -79,7 +78,7 @@ def run_vllm(
     tokenizer = load_tokenizer(folder, cache_folder())
     ids = [tokenizer.chat([{"role": "user", "content": text}]) for text in PROMPTS.values()]
     job = {
-        "model": str(servable(folder.resolve())),
+        "model": str(folder.resolve()),
         "prompts": ids,
         "max_tokens": MAX_TOKENS,
         "dtype": "float32",

@@ -40,7 +40,7 @@ def serve_with_vllm(
 
     host, port, key, public = access
     Settings(model_name="vllm", host=host, port=port, api_key=key, allow_public=public)
-    folder = str(plain_folder(resolve(target)[0]))
+    folder = str(resolve(target)[0])
     draft = exported(target, wish)
     config = speculative_config(draft, wish.draft_model, wish.num_draft_tokens, wish.tree)
     flags = ["--served-model-name", name or target, "--dtype", wish.dtype, *more]
@@ -50,23 +50,6 @@ def serve_with_vllm(
         return
     typer.echo(launch.shown(), err=True)
     run(launch)
-
-
-def plain_folder(folder: Path) -> Path:
-    """The folder, or links to what of it is transformers' format: vLLM reads every safetensors file
-    there is, and one that was converted from a GGUF file holds its quantised weights as well."""
-    from ..target.convert import cache_folder
-    from ..target.quantised import FILE
-
-    if not (folder / FILE).exists():
-        return folder
-    out = cache_folder() / "exports" / f"target-{folder.name}"
-    out.mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
-        link = out / path.name
-        if path.name != FILE and not link.exists():
-            link.symlink_to(path.resolve())
-    return out
 
 
 def exported(target: str, wish: Wish) -> str:

@@ -1,7 +1,7 @@
 // Work shared among the threads of torch's own OpenMP runtime.
 //
-// A second OpenMP runtime beside torch's fights it for the cores, and its spinning threads make both
-// twenty times slower. So nothing here is linked to one: the loader hands over GOMP_parallel and
+// A second OpenMP runtime beside torch's fights it for the cores, and its spinning threads slow both.
+// So nothing here is linked to one: the loader hands over GOMP_parallel and
 // omp_get_thread_num of the library that torch has loaded, and without them one thread does it all.
 #pragma once
 

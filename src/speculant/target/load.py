@@ -93,7 +93,7 @@ def load_target(
         if backend == "llama":
             raise LoadError(f"{name}: the llama backend does not fit: {reason}; use hf")
     if weights:
-        raise LoadError(f"{name}: --weights {weights} needs the fast decoder, which does not fit")
+        raise LoadError(f"{name}: --weights {weights} needs the fast decoder (--backend llama)")
     return _load_hf(folder, tokenizer, name, kind, place)
 
 
