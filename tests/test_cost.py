@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -291,7 +292,20 @@ def test_measured_times_are_looked_up_and_interpolated() -> None:
     assert interpolate([(1, 5.0), (2, 1.0)], 9) == 0.0  # a time is never negative
     half = estimate(times, plan("eagle3", 2), 2.4, 1, drafted_share=0.5)
     assert half.expected_tokens == pytest.approx(1.7)
-    assert half.round_ms == pytest.approx((13.0 + 2.0 + 0.5 + 11.25) / 2)
+    # the profile's drafting cost is a mean over all rounds: those without a draft pay it as well
+    assert half.round_ms == pytest.approx((13.0 + 11.0) / 2 + 2.0 + 0.5)
+
+
+def test_a_window_rides_in_every_round() -> None:
+    made = profile()
+    wide = replace(made.drafts[0], family="lookahead", window_rows=6)
+    work, times = plan("lookahead", 4, 4), Measured(made, wide)
+    assert times.round_ms(1, work) == pytest.approx(10.0 + (1 + 4 + 6) + 4.0 + 0.5)
+    assert times.idle_ms(1, work) == pytest.approx(10.0 + (1 + 6) + 4.0 + 0.5)
+    rare = estimate(times, work, 3.0, 1, drafted_share=0.25)
+    assert rare.round_ms == pytest.approx(10.0 + 7.0 + 0.25 * 4 + 4.5)
+    roof = Roofline(LLAMA, H100, ENGINE, None, 100)
+    assert roof.idle_ms(1, work) == pytest.approx(forward_ms(LLAMA, H100, ENGINE, 1, 61, 100))
 
 
 def test_a_profile_is_read_back_as_written(tmp_path: Path) -> None:

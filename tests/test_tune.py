@@ -368,8 +368,8 @@ def test_a_profile_overrules_the_rule_and_the_roofline(tmp_path: Path) -> None:
     # eagle3: 10 + 0.5 * 4 forward, 2 drafting, 0.5 overhead, 3.3 tokens
     eagle = speeds["eagle3", 4]["predicted_tokens_per_s"]
     assert eagle == pytest.approx(1e3 * 3.3 / 14.5, abs=0.01)
-    # n-gram: a quarter of the rounds drafts 4 tokens, the others are plain
-    drafted, plain = 10 + 0.5 * 4 + 0.1, 10.0
+    # n-gram: a quarter of the rounds drafts 4 tokens, the others look and find nothing
+    drafted, plain = 10 + 0.5 * 4 + 0.1, 10.0 + 0.1
     tokens = 0.25 * 2.6 + 0.75
     expected = 1e3 * tokens / (0.25 * drafted + 0.75 * plain)
     assert speeds["ngram", 6]["predicted_tokens_per_s"] == pytest.approx(expected, abs=0.01)

@@ -198,7 +198,7 @@ def predictions(profile: Profile, runs: Sequence[Run]) -> list[dict[str, Any]]:
             family, nodes = by_name[run.name].family, max(run.depth, round(rows))
             if run.nodes > run.depth:  # a tree stays one however few of its nodes were drafted
                 nodes = max(run.depth + 1, nodes)
-            work = DraftPlan(family, run.depth, nodes, run.depth, extra_rows=run.extra)
+            work = DraftPlan(family, run.depth, nodes, run.depth)
             share = counters.num_drafts / counters.target_forwards
             found = estimate(times, work, counters.mean_acceptance_length, 1, share)
             predicted = 1e3 / found.token_ms
@@ -251,9 +251,9 @@ def _draft_profile(name: str, runs: Sequence[Run]) -> DraftProfile:
     overheads = [v for run in runs if run.done.setting.batch == 1
                  for v in _overheads(run.done.answers)]  # fmt: skip
     kind = find_draft(name)[0]
-    return DraftProfile(
-        name, kind, tuple(propose), tuple(accepted), max(0.0, _middle(overheads)[0])
-    )
+    overhead = max(0.0, _middle(overheads)[0])
+    parts = (tuple(propose), tuple(accepted), overhead)
+    return DraftProfile(name, kind, *parts, window_rows=runs[0].extra)
 
 
 def _accepted(task: str, answers: Sequence[Answer], temperature: float, run: Run) -> Accepted:

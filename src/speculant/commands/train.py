@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 AnswerTokens = Annotated[
     int | None,
     typer.Option(
-        "--answer-tokens", help="Data to make. Default: 1.5 million, or as --budget allows."
+        "--answer-tokens",
+        help="Data to make; of --data, how much to use. Default: 1.5 million, as --budget allows, "
+        "or all of --data.",
     ),
 ]
 Prompts = Annotated[
@@ -115,7 +117,7 @@ def train(
             target=target,
             out=out or Path("heads") / kind,
             budget_s=seconds,
-            answer_tokens=_wanted(answer_tokens, seconds),
+            answer_tokens=_wanted(answer_tokens, seconds, bool(data)),
             epochs=epochs,
             data=tuple(data or ()),
             prompts=prompts,
@@ -212,11 +214,11 @@ def data(
         typer.echo(f"{folder}: {len(paths)} shards")
 
 
-def _wanted(answer_tokens: int | None, seconds: float | None) -> int:
-    """Answer tokens to make, where none are asked for."""
+def _wanted(answer_tokens: int | None, seconds: float | None, given: bool = False) -> int:
+    """Answer tokens to make, or to use of data that is given, where the user does not say."""
     if answer_tokens is not None:
         return answer_tokens
-    return 1_500_000 if seconds is None else UNLIMITED
+    return 1_500_000 if seconds is None and not given else UNLIMITED
 
 
 def show_one(settings: TrainSettings) -> None:

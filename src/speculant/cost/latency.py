@@ -26,6 +26,9 @@ class Times(Protocol):
     def round_ms(self, batch: int, work: DraftPlan) -> float:
         """One round of each of `batch` sequences."""
 
+    def idle_ms(self, batch: int, work: DraftPlan) -> float:
+        """A round whose draft found nothing to propose: its window, if it has one, rides all the same."""
+
 
 @dataclass(frozen=True)
 class Roofline:
@@ -45,6 +48,11 @@ class Roofline:
         """See `Times`."""
         parts = (work, self.machine, self.engine, batch, self.context)
         return round_ms(self.target, self.draft, *parts)
+
+    def idle_ms(self, batch: int, work: DraftPlan) -> float:
+        """See `Times`."""
+        rows = 1 + work.extra_rows
+        return forward_ms(self.target, self.machine, self.engine, batch, rows, self.context)
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,17 @@ class Measured:
         """See `Times`."""
         if self.draft is None or work.nodes == 0:
             return self.plain_ms(batch)
-        spent = self.forward_ms(batch, work.rows) + self.draft.overhead_ms
+        return self._with_draft(self.draft, batch, work, work.nodes)
+
+    def idle_ms(self, batch: int, work: DraftPlan) -> float:
+        """See `Times`. The profile's drafting cost is a mean over all rounds, so these pay it too."""
+        if self.draft is None or work.nodes == 0:
+            return self.plain_ms(batch)
+        return self._with_draft(self.draft, batch, work, 0)
+
+    def _with_draft(self, draft: DraftProfile, batch: int, work: DraftPlan, nodes: int) -> float:
+        """A round that verifies `nodes` drafted tokens, the profile's own window beside them."""
+        spent = self.forward_ms(batch, 1 + nodes + draft.window_rows) + draft.overhead_ms
         return spent + self.propose_ms(batch, work)
 
     def propose_ms(self, batch: int, work: DraftPlan) -> float:
@@ -135,10 +153,11 @@ def estimate(
 ) -> Estimate:
     """Speed of a round that commits `tokens` on average.
 
-    drafted_share: rounds that draft at all; the others cost and commit what a plain step does.
+    drafted_share: rounds that draft at all; the others commit one token each.
     """
     plain = times.plain_ms(batch)
-    spent = drafted_share * times.round_ms(batch, work) + (1 - drafted_share) * plain
+    idle = times.idle_ms(batch, work) if drafted_share < 1 else 0.0
+    spent = drafted_share * times.round_ms(batch, work) + (1 - drafted_share) * idle
     committed = drafted_share * tokens + (1 - drafted_share)
     per_token = spent / committed
     return Estimate(work, batch, committed, spent, plain, per_token, plain / per_token)

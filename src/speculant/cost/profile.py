@@ -106,6 +106,7 @@ class DraftProfile:
     overhead_ms: of a round, beside drafting and the target's forward: the acceptance rule,
                  roll-back, the loop's own work
     step_ms:     one draft step, per depth from 1, batch 1; empty where a draft has no steps
+    window_rows: rows beside root and drafted tokens in every forward (lookahead's window)
     """
 
     name: str
@@ -115,9 +116,11 @@ class DraftProfile:
     overhead_ms: float = 0.0
     step_ms: tuple[float, ...] = ()
     params: int | None = None
+    window_rows: int = 0
 
     def __post_init__(self) -> None:
         _number(f"drafts.{self.name}.overhead_ms", self.overhead_ms)
+        _whole(f"drafts.{self.name}.window_rows", self.window_rows, 0)
         object.__setattr__(self, "step_ms", tuple(self.step_ms))
         for value in self.step_ms:
             _number(f"drafts.{self.name}.step_ms", value)

@@ -69,6 +69,8 @@ def train(settings: TrainSettings, command: str, watch: Watch) -> TrainResult:
     shards = _shards(settings, target, began, watch, folder, accelerator)
     held_out, corpus = Corpus(shards[:1]), Corpus(shards[1:])
     held_out.items = held_out.items[:HELD_OUT]
+    if settings.data:
+        corpus.keep(settings.answer_tokens, settings.seed)
     vocabulary = vocabulary_for(settings, corpus, target)
     watch.say(
         f"{corpus.answer_tokens} answer tokens in {len(corpus.items)} samples; draft vocabulary "

@@ -24,8 +24,8 @@ class TrainSettings:
 
     kind:          of head; out: its folder; the run's own files lie in `<out>.run`
     budget_s:      wall seconds for all of it, or None: then answer_tokens and epochs say how much
-    answer_tokens: data to make; epochs: passes over it
-    data:          folders of shards to train on as well, the first shard of all is held out
+    answer_tokens: data to make, or to use of `data`; epochs: passes over it
+    data:          folders of shards to train on instead, the first shard of all is held out
     prompts:       a file of the user's; answers: "target" answers it or the file's are "given"
     documents, turns: shares of the recipe (`train.responses.Recipe`), None for its own
     features:      "offline" notes the states on disk, "online" computes them every step

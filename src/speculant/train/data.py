@@ -101,6 +101,19 @@ class Corpus:
         """Supervised tokens."""
         return sum(item.answer for item in self.items)
 
+    def keep(self, answer_tokens: int, seed: int) -> None:
+        """Keep a random part of the samples, at least `answer_tokens` of answers or all of them.
+
+        Of one seed, a smaller part lies inside a larger one: a scaling curve adds data to data.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(self.items), generator=generator).tolist()
+        kept, total = 0, 0
+        while kept < len(order) and total < answer_tokens:
+            total += self.items[order[kept]].answer
+            kept += 1
+        self.items = [self.items[i] for i in sorted(order[:kept])]
+
     def batch(self, items: Sequence[Item]) -> Batch:
         """The rectangle of some samples."""
         width = max(item.length for item in items)
