@@ -45,19 +45,52 @@ def measure_costs(target: Target, draft: Draft, num_draft_tokens: int | None = N
     return Costs(depths, rows, forward, drafted)
 
 
-def forward_times(target: Target, rows: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """(rows, ms) of a forward of so many tokens behind CONTEXT cached ones, medians."""
-    context = min(CONTEXT, target.info.context_length - max(rows) - 1)
-    cache = target.new_cache(1, context + max(rows))
-    cache.advance(0, context)
-    times: dict[int, list[float]] = {k: [] for k in rows}
-    for _ in range(WARM_UP + REPEATS):
-        for k, seen in times.items():
-            tokens, positions = torch.full((1, k), 5), context + torch.arange(k)[None]
-            began = time.perf_counter()
-            target.forward(tokens, positions, None, cache.rows([0], k))
-            seen.append(1e3 * (time.perf_counter() - began))
-    return tuple((k, statistics.median(seen[WARM_UP:])) for k, seen in times.items())
+class ForwardTimer:
+    """Times forwards of `rows` tokens in each of `batch` rows of the cache, one pass at a time.
+
+    A pass times every shape once, so that a machine that slows down slows all of them; passes may be
+    spread over other work. context: cached tokens behind each forward.
+    """
+
+    def __init__(
+        self, target: Target, rows: Sequence[int], context: int, batches: Sequence[int] = (1,)
+    ) -> None:
+        self.target, self.context = target, context
+        self.cache = target.new_cache(max(batches), context + max(rows))
+        for slot in range(max(batches)):
+            self.cache.advance(slot, context)
+        self.times: dict[tuple[int, int], list[float]] = {(b, r): [] for b in batches for r in rows}
+
+    def run(self, passes: int = 1) -> None:
+        """Time every shape so often."""
+        for _ in range(passes):
+            for (batch, rows), seen in self.times.items():
+                tokens = torch.full((batch, rows), 5)
+                positions = self.context + torch.arange(rows).expand(batch, -1)
+                where = self.cache.rows(range(batch), rows)
+                began = time.perf_counter()
+                self.target.forward(tokens, positions, None, where)
+                if self.target.info.device.type == "cuda":  # not measured here: no CUDA machine
+                    torch.cuda.synchronize()
+                seen.append(1e3 * (time.perf_counter() - began))
+
+    def medians(self) -> dict[tuple[int, int], tuple[float, float]]:
+        """(batch, rows) -> median milliseconds and their spread (largest less smallest); the first
+        passes warm up and do not count."""
+        return {
+            shape: (statistics.median(seen[WARM_UP:]), max(seen[WARM_UP:]) - min(seen[WARM_UP:]))
+            for shape, seen in self.times.items()
+        }
+
+
+def forward_times(
+    target: Target, rows: Sequence[int], context: int = CONTEXT, repeats: int = REPEATS
+) -> tuple[tuple[int, float], ...]:
+    """(rows, ms) of a forward of so many tokens behind cached ones, medians."""
+    context = min(context, target.info.context_length - max(rows) - 1)
+    timer = ForwardTimer(target, rows, context)
+    timer.run(WARM_UP + repeats)
+    return tuple((k, median) for (_, k), (median, _) in timer.medians().items())
 
 
 def _draft_ms(target: Target, draft: Draft, depth: int) -> float:

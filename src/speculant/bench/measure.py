@@ -21,7 +21,7 @@ from ..drafts import load_draft
 from ..drafts.base import Draft
 from ..engine import generate
 from ..metrics import Counters
-from ..pace import measure_costs
+from ..pace import forward_times, measure_costs
 from ..request import prompt_ids
 from ..sampling import SamplingParams
 from ..target.base import Target
@@ -59,21 +59,6 @@ class CoreReport:
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
-
-
-def forward_times(target: Target, repeats: int = 15) -> dict[int, float]:
-    """Milliseconds of one target forward of k rows behind 256 cached tokens, medians."""
-    cache = target.new_cache(1, CONTEXT + max(ROWS))
-    cache.advance(0, CONTEXT)
-    times: dict[int, list[float]] = {k: [] for k in ROWS}
-    for _ in range(repeats + 2):  # the first two are warm-up
-        for k in ROWS:
-            tokens = torch.full((1, k), 5)
-            positions = CONTEXT + torch.arange(k)[None]
-            began = time.perf_counter()
-            target.forward(tokens, positions, None, cache.rows([0], k))
-            times[k].append(1e3 * (time.perf_counter() - began))
-    return {k: statistics.median(t[2:]) for k, t in times.items()}
 
 
 def measure_speeds(
@@ -214,7 +199,7 @@ def measure_core(
         contenders["transformers"] = transformers_plain(folder, target, params)
     rounded = _quality(target_name, target, params, progress) if weights else None
     progress("t(k)")
-    times = forward_times(target)
+    times = dict(forward_times(target, ROWS, CONTEXT, repeats=15))
     speeds = measure_speeds(contenders, runs, progress)
     progress("memory")
     shares = {s.name: s.counters["loop_share"] for s in speeds if s.counters}

@@ -1,17 +1,16 @@
 """Measure what the latency model needs of one target, its drafts and this machine: `profile.json`.
 
 Times of drafting and of the loop come from the same runs that count acceptance: whole conversations,
-so that a draft is paid for as it is used. The target's forward is timed alone over (batch, rows),
-behind a cache of the given length.
+so that a draft is paid for as it is used. The target's forward is timed over (batch, rows) between
+them, behind a cache of the given length.
 """
 
 from __future__ import annotations
 
 import platform
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from ..cost.profile import (
 )
 from ..drafts import draft_options, find_draft, load_draft
 from ..drafts.base import Draft
+from ..pace import WARM_UP, ForwardTimer
 from ..target.base import Target
 from ..target.load import target_fingerprint
 from .acceptance import Answer, Evaluation, Setting, pooled
@@ -35,7 +35,8 @@ from .evaluate import evaluate
 from .questions import Question
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 33, 64)
-WARM_UP, REPEATS = 2, 9
+REPEATS = 9
+"""Forwards of each shape at least; one a question when there are more."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,22 @@ class Run:
     extra: int = 0
 
     @property
+    def label(self) -> str:
+        """The setting in words."""
+        shape = f", {self.depth} deep, {self.nodes} nodes" if self.nodes else ""
+        return f"{self.name}{shape}, temperature {self.done.setting.temperature:g}"
+
+    @property
     def tokens_per_s(self) -> float:
-        """Emitted tokens per second of decoding one request, prefill left out."""
-        return pooled(self.done.answers).tokens_per_s
+        """Emitted tokens per second of decoding one request, prefill left out.
+
+        Tokens a round are those of all answers; a round's time is the median over answers, so that
+        a moment in which the machine was busy with something else does not count.
+        """
+        rounds = [_each(a, a.counters.decode_ms) for a in _timed(self.done.answers)]
+        per_round = _middle(rounds)[0]
+        tokens = pooled(self.done.answers).tokens_per_forward
+        return 1e3 * tokens / per_round if per_round else 0.0
 
 
 Progress = Callable[[str], None]
@@ -101,25 +115,41 @@ def measure(
 ) -> tuple[Profile, list[Run]]:
     """The profile, and the runs at batch 1 that it was made from, plain decoding first.
 
-    Raises ValueError for a draft that does not fit, before anything is timed.
+    Everything at batch 1 is interleaved, a question at a time: forwards, plain decoding and every
+    setting, so that a machine whose speed drifts is the same machine for all of them. Raises
+    ValueError for a draft that does not fit, before anything is timed.
     """
     made = {name: list(settings(target, name, plan)) for name in plan.drafts}
-    progress("t(batch, rows)")
-    forward = forward_table(target, plan.batches, plan.context)
-    progress("plain")
-    plain = _run(target, "none", load_draft("none", target), 1, 0, questions, 0.0, 1, plan)
-    profiles, runs = [], [plain]
+    runs = [Run("none", 1, 0, _nothing(0.0, 1, plan, None))]
+    drafts = [load_draft("none", target)]
     for name, variants in made.items():
-        mine: list[Run] = []
+        count = "num_draft_tokens" in draft_options(find_draft(name)[0])
         for draft, depth, nodes in variants:
-            for batch in plan.batches:
-                for temperature in plan.temperatures if batch == 1 else plan.temperatures[:1]:
-                    progress(f"{name}, {depth} deep, {nodes} nodes, {temperature:g}, x{batch}")
-                    mine.append(
-                        _run(target, name, draft, depth, nodes, questions, temperature, batch, plan)
-                    )
-        profiles.append(_draft_profile(name, mine))
-        runs += [run for run in mine if run.done.setting.batch == 1]
+            for temperature in plan.temperatures:
+                empty = _nothing(temperature, 1, plan, depth if count else None)
+                runs.append(Run(name, depth, nodes, empty, draft.info.max_window))
+                drafts.append(draft)
+    timer = ForwardTimer(target, ROWS, plan.context, plan.batches)
+    timer.run(WARM_UP)
+    passes = -(-REPEATS // len(questions))
+    for at, question in enumerate(questions):
+        for run, draft in zip(runs, drafts, strict=True):
+            progress(f"question {at + 1}/{len(questions)}: {run.label}")
+            part = evaluate(target, draft, [question], run.done.setting)
+            run.done.answers.extend(part.answers)
+            run.done.skipped.extend(part.skipped)
+        progress(f"question {at + 1}/{len(questions)}: t(batch, rows)")
+        timer.run(passes)
+    profiles = []
+    for name in made:
+        mine = [(run, draft) for run, draft in zip(runs, drafts, strict=True) if run.name == name]
+        batched = [
+            _batched(target, run, draft, questions, batch, progress)
+            for run, draft in mine
+            for batch in plan.batches
+            if batch > 1 and run.done.setting.temperature == plan.temperatures[0]
+        ]
+        profiles.append(_draft_profile(name, [run for run, _ in mine] + batched))
     profile = Profile(
         target=_target(target),
         machine=ProfiledMachine(
@@ -128,11 +158,31 @@ def measure(
             torch.get_num_threads(),
         ),
         context_length=plan.context,
-        forward_ms=tuple(forward),
+        forward_ms=tuple(ForwardTime(*shape, *ms) for shape, ms in timer.medians().items()),
         drafts=tuple(profiles),
-        plain_overhead_ms=max(0.0, _middle(_overheads(plain.done.answers))[0]),
+        plain_overhead_ms=max(0.0, _middle(_overheads(runs[0].done.answers))[0]),
     )
     return profile, runs
+
+
+def _nothing(temperature: float, batch: int, plan: Plan, depth: int | None) -> Evaluation:
+    """An evaluation to be filled."""
+    setting = Setting(temperature, None, depth, max_tokens=plan.max_tokens, batch=batch)
+    return Evaluation(setting, [], [], 0.0)
+
+
+def _batched(
+    target: Target,
+    run: Run,
+    draft: Draft,
+    questions: Sequence[Question],
+    batch: int,
+    progress: Progress,
+) -> Run:
+    """The same setting with several questions at once."""
+    progress(f"{run.label}, x{batch}")
+    done = evaluate(target, draft, questions, replace(run.done.setting, batch=batch))
+    return replace(run, done=done)
 
 
 def settings(target: Target, name: str, plan: Plan) -> Iterable[tuple[Draft, int, int]]:
@@ -155,53 +205,23 @@ def settings(target: Target, name: str, plan: Plan) -> Iterable[tuple[Draft, int
         yield draft, depth, draft.info.max_nodes
 
 
-def forward_table(target: Target, batches: Sequence[int], context: int) -> list[ForwardTime]:
-    """t(batch, rows): medians of forwards of `rows` tokens in each of `batch` rows of the cache."""
-    most, widest = max(batches), max(ROWS)
-    cache = target.new_cache(most, context + widest)
-    for slot in range(most):
-        cache.advance(slot, context)
-    times: dict[tuple[int, int], list[float]] = {(b, r): [] for b in batches for r in ROWS}
-    for _ in range(WARM_UP + REPEATS):
-        for (batch, rows), seen in times.items():
-            tokens = torch.full((batch, rows), 5)
-            positions = context + torch.arange(rows).expand(batch, -1)
-            where = cache.rows(range(batch), rows)
-            began = time.perf_counter()
-            target.forward(tokens, positions, None, where)
-            if target.info.device.type == "cuda":  # not measured here: no CUDA machine
-                torch.cuda.synchronize()
-            seen.append(1e3 * (time.perf_counter() - began))
-    out = []
-    for (batch, rows), seen in times.items():
-        median, spread = _middle(seen[WARM_UP:])
-        out.append(ForwardTime(batch, rows, median, spread))
-    return out
-
-
 def predictions(profile: Profile, runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Predicted beside measured tokens per second of every run at batch 1.
 
     The prediction is the latency model's: acceptance of the run, times of the profile.
     """
-    from ..cost.families import DraftPlan
-    from ..cost.latency import estimate
+    from ..cost.latency import as_measured
 
     by_name = {draft.name: draft for draft in profile.drafts}
     out = []
     for run in runs:
         counters = pooled(run.done.answers)
-        times = Measured(profile, by_name.get(run.name))
+        draft = by_name.get(run.name)
+        times = Measured(profile, draft)
         predicted = 1e3 / times.plain_ms(1)
-        if run.name in by_name and counters.num_drafts:
-            rows = counters.num_draft_tokens / counters.num_drafts
-            family, nodes = by_name[run.name].family, max(run.depth, round(rows))
-            if run.nodes > run.depth:  # a tree stays one however few of its nodes were drafted
-                nodes = max(run.depth + 1, nodes)
-            work = DraftPlan(family, run.depth, nodes, run.depth)
-            share = counters.num_drafts / counters.target_forwards
-            found = estimate(times, work, counters.mean_acceptance_length, 1, share)
-            predicted = 1e3 / found.token_ms
+        if draft is not None and counters.num_drafts:
+            entry = _accepted("all", run.done.answers, run.done.setting.temperature, run)
+            predicted = 1e3 / as_measured(times, draft.family, entry, 1).token_ms
         out.append(
             {
                 "draft": run.name,
@@ -215,23 +235,6 @@ def predictions(profile: Profile, runs: Sequence[Run]) -> list[dict[str, Any]]:
             }
         )
     return out
-
-
-def _run(
-    target: Target,
-    name: str,
-    draft: Draft,
-    depth: int,
-    nodes: int,
-    questions: Sequence[Question],
-    temperature: float,
-    batch: int,
-    plan: Plan,
-) -> Run:
-    count = depth if "num_draft_tokens" in draft_options(find_draft(name)[0]) else None
-    setting = Setting(temperature, None, count, max_tokens=plan.max_tokens, batch=batch)
-    done = evaluate(target, draft, questions, setting)
-    return Run(name, depth, nodes, done, draft.info.max_window)
 
 
 def _draft_profile(name: str, runs: Sequence[Run]) -> DraftProfile:

@@ -8,13 +8,13 @@ break-even acceptance and the batch size at which speculation stops paying.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from .families import DraftPlan, plan, round_ms
 from .formulas import TOLERANCE, Acceptance, alpha_of, expected_tokens
 from .machine import Engine, Machine, ModelShape, forward_ms
-from .profile import DraftProfile, Profile
+from .profile import Accepted, DraftProfile, Profile
 
 
 class Times(Protocol):
@@ -27,7 +27,7 @@ class Times(Protocol):
         """One round of each of `batch` sequences."""
 
     def idle_ms(self, batch: int, work: DraftPlan) -> float:
-        """A round whose draft found nothing to propose: its window, if it has one, rides all the same."""
+        """A round whose draft found nothing: a window, if it has one, rides all the same."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,23 @@ def estimate(
     committed = drafted_share * tokens + (1 - drafted_share)
     per_token = spent / committed
     return Estimate(work, batch, committed, spent, plain, per_token, plain / per_token)
+
+
+def as_measured(times: Times, family: str, entry: Accepted, batch: int) -> Estimate:
+    """Speed of a setting as a profile has it: its acceptance, and the rows that it really drafted.
+
+    A look-up often finds fewer tokens than it may draft, and fewer branches.
+    """
+    asked = plan(family, entry.num_draft_tokens, entry.nodes)
+    work = asked
+    if entry.mean_draft_tokens is not None:
+        rows = max(1, round(entry.mean_draft_tokens))
+        if asked.tree:  # a tree stays one, however few of its nodes were drafted
+            work = replace(asked, nodes=max(asked.depth + 1, rows))
+        else:
+            work = replace(asked, depth=rows, nodes=rows)
+    found = estimate(times, work, entry.mean_acceptance_length, batch, entry.drafted_share)
+    return replace(found, work=asked)
 
 
 def best_chain(

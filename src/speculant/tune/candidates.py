@@ -14,6 +14,7 @@ from ..cost import (
     ModelShape,
     Roofline,
     Times,
+    as_measured,
     best_of,
     best_tree,
     dense_shape,
@@ -105,14 +106,7 @@ class Candidate:
 
     def measured(self, batch: int) -> list[Estimate]:
         """The settings of the profile, each with its own measured acceptance and cost."""
-        return [self._as_measured(entry, batch) for entry in self.fixed]
-
-    def _as_measured(self, entry: Accepted, batch: int) -> Estimate:
-        work = plan(self.family, entry.num_draft_tokens, entry.nodes)
-        if entry.mean_draft_tokens is not None and not work.tree:
-            rows = max(1, round(entry.mean_draft_tokens))  # a look-up often finds fewer
-            work = replace(work, depth=rows, nodes=rows)
-        return estimate(self.times, work, entry.mean_acceptance_length, batch, entry.drafted_share)
+        return [as_measured(self.times, self.family, entry, batch) for entry in self.fixed]
 
     def best(self, batch: int, most_nodes: int) -> Estimate:
         """The fastest setting at a batch size; plain (0 nodes) when nothing pays."""
