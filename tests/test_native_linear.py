@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from speculant.native.library import library
-from speculant.native.linear import FORMATS, PackedLinear, Quantised, can_pack, quantise
+from speculant.native.linear import FORMATS, PackedLinear, Quantised, can_pack, quantise, rounded
+from speculant.native.memory import move_to_huge_pages
+from speculant.target.linear import Linear
 
 CPU = torch.device("cpu")
 INTEGERS = ("int8", "q8_0", "q4_1")
@@ -19,11 +23,26 @@ compiled = pytest.mark.skipif(library() is None, reason="the compiled library is
 def weights(form: str, outputs: int, inputs: int, seed: int) -> tuple[Tensor | Quantised, Tensor]:
     """A matrix in a format, and the float32 numbers it stands for."""
     matrix = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed))
+    form = form.removesuffix("-a8")
     if form in INTEGERS:
         quantised = quantise(matrix, form)
         return quantised, quantised.dequantised()
     rounded = matrix.to(getattr(torch, form))
     return rounded, rounded.float()
+
+
+def literally_rounded(x: Tensor) -> Tensor:
+    """x as the rounded formats see it, a group at a time, in float64."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for i in range(len(x)):
+        for k in range(0, x.shape[1], 32):
+            group = x[i, k : k + 32]
+            most = group.abs().max()
+            if most > 0:
+                codes = torch.round(group * (127 / most))
+                assert codes.abs().max() == 127
+                out[i, k : k + 32] = codes.double() * (most / 127).double()
+    return out
 
 
 @compiled
@@ -39,13 +58,63 @@ def test_against_float64(
     generator = torch.Generator().manual_seed(seed + 1)
     x = torch.randn(rows, 32 * groups, generator=generator)
     bias = torch.randn(outputs, generator=generator) if biased else None
-    packed = PackedLinear(weight, bias)
+    packed = PackedLinear(weight, bias, round_inputs=form.endswith("-a8"))
+    assert packed.form == form
     out = packed(x)
-    want = x.double() @ dense.double().T + (0 if bias is None else bias.double())
+    seen = literally_rounded(x) if form.endswith("-a8") else x.double()
+    want = seen @ dense.double().T + (0 if bias is None else bias.double())
     torch.testing.assert_close(out.double(), want, atol=2e-4, rtol=1e-5)
     for i in range(rows):
         assert torch.equal(packed(x[i]), out[i])
         assert torch.equal(packed(x[i : i + 1]), out[i : i + 1])
+
+
+def test_rounded_inputs() -> None:
+    """No number is off by more than half a step of its group, zeros stay, other groups do not count."""
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(2))
+    x[1, 32:64], x[2, 5] = 0.0, 1000.0
+    out = rounded(x)
+    torch.testing.assert_close(out.double(), literally_rounded(x))
+    steps = x.unflatten(1, (-1, 32)).abs().amax(dim=2).repeat_interleave(32, 1) / 127
+    assert bool(((out - x).abs() <= 0.5001 * steps).all())
+    assert bool((out[1, 32:64] == 0).all())
+    assert torch.equal(out[2, 32:], rounded(x[2, 32:]))
+    with pytest.raises(ValueError, match="groups of 32"):
+        rounded(x[:, :40])
+
+
+@pytest.mark.parametrize("kind", ["int8-a8", "int4-a8"])
+def test_rounded_inputs_without_the_library(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch fallback computes the same model, up to the order of sums."""
+    generator = torch.Generator().manual_seed(3)
+    weight, x = torch.randn(48, 64, generator=generator), torch.randn(7, 64, generator=generator)
+    ours = Linear(weight, None, kind)(x)
+    monkeypatch.setattr("speculant.native.linear.library", lambda: None)
+    fallback = Linear(weight, None, kind)
+    assert fallback.own is None
+    torch.testing.assert_close(fallback(x), ours, atol=1e-4, rtol=1e-4)
+    exact = Linear(weight, None, kind.removesuffix("-a8") if "4" in kind else "float32")
+    assert not torch.allclose(exact(x), fallback(x), atol=1e-4)
+
+
+@compiled
+def test_matrices_move_as_they_are() -> None:
+    """Into one mapping, each on a line of its own, to the last bit."""
+    made = [
+        PackedLinear(weights(form, 640, 640, 5)[0], None, form.endswith("-a8")) for form in FORMATS
+    ]
+    x = torch.randn(3, 640)
+    before = [matrix(x) for matrix in made]
+    homes = [matrix.weight.data_ptr() for matrix in made]
+    move_to_huge_pages(made)
+    for matrix, out, home in zip(made, before, homes, strict=True):
+        assert torch.equal(matrix(x), out)
+        assert matrix.weight.data_ptr() % 64 == 0
+        assert (matrix.weight.data_ptr() != home) == hasattr(mmap, "MADV_HUGEPAGE")
+    few = PackedLinear(torch.randn(16, 32))
+    home = few.weight.data_ptr()
+    move_to_huge_pages([few])  # less than a page: not worth a mapping
+    assert few.weight.data_ptr() == home
 
 
 @compiled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
@@ -55,7 +56,8 @@ Weights = Annotated[
     typer.Option(
         "--weights",
         help="Round the target's matrices: float32, bfloat16, int8, int4; "
-        "file: the integers of its GGUF file. Default: as --dtype.",
+        "file: the integers of its GGUF file; -a8 behind a name rounds activations to int8 too, as "
+        "llama.cpp does. Default: as --dtype.",
         show_default=False,
     ),
 ]
@@ -187,7 +189,10 @@ def load_pair(
     count, most = num_draft_tokens or 0, loaded.info.context_length
     if count and "num_draft_tokens" in draft_options(name):
         options["num_draft_tokens"] = min(count, most)
-    made = load_draft(draft, loaded, **options)
+    with warnings.catch_warnings(record=True) as told:
+        made = load_draft(draft, loaded, **options)
+    for warning in told:
+        typer.echo(f"speculant: {warning.message}", err=True)
     most = min(most, made.info.depth or most)  # the draft none takes any number
     if count > most:
         raise ValueError(f"--num-draft-tokens is {count}: {draft} drafts at most {most} here")

@@ -5,8 +5,14 @@
 // Every sum runs over the inputs in order, whatever the number of rows: a row's result is the same to
 // the last bit alone and among others, which makes verifying a draft exactly plain decoding.
 //
+// The formats of rounded inputs round each row of x by itself, in groups of 32, to int8, and multiply
+// integers: four products an instruction and lane where the processor has it, which leaves the memory
+// as the bound up to some sixteen rows.
+//
 // Plain C interface, called through ctypes; no OpenMP of its own (see parallel.h).
 
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -17,7 +23,8 @@
 
 namespace {
 
-constexpr int64_t GROUP = 32;  // weights that share a scale in the grouped formats
+constexpr int64_t GROUP = 32;   // weights that share a scale in the grouped formats
+constexpr int64_t AHEAD = 4096;  // bytes; the processor's own prefetching stops at the end of a page
 
 struct Float32 {
   static constexpr int64_t bytes = 64;  // of sixteen weights
@@ -52,7 +59,9 @@ void block(const LinearCall &call, int64_t panel, int64_t token) {
   Vec sums[P][T] = {};
   for (int64_t k = 0; k < inputs; ++k)
     for (int p = 0; p < P; ++p) {
-      const Vec w = F::get(from + p * size + k * F::bytes);
+      const char *at = from + p * size + k * F::bytes;
+      if constexpr (T > 4) __builtin_prefetch(at + AHEAD);  // few rows wait for memory anyway
+      const Vec w = F::get(at);
       for (int t = 0; t < T; ++t) sums[p][t] += w * x[t * inputs + k];
     }
   for (int p = 0; p < P; ++p) {
@@ -102,16 +111,88 @@ void grouped(const LinearCall &call, int64_t panel, int64_t token, const float *
   }
 }
 
-enum Format { FLOAT32, BFLOAT16, INT8, INT8_GROUPS, INT4_GROUPS };
+// x in integers: a scale for every 32 inputs of a row, and the sums that zero points and minima need.
+struct Rounded {
+  std::vector<int8_t> codes;          // [T, K]
+  std::vector<float> scales, totals;  // [T, K / 32]; totals: of the rounded x
+  std::vector<int32_t> offsets;       // [T, K / 32]: -128 times the codes' sum
+};
+
+void round_rows(const LinearCall &call, Rounded &r) {
+  const int64_t groups = call.tokens * call.inputs / GROUP;
+  r.codes.resize(groups * GROUP);
+  r.scales.resize(groups);
+  r.totals.resize(groups);
+  r.offsets.resize(groups);
+  for (int64_t g = 0; g < groups; ++g) {
+    const Vec low = load(call.x + g * GROUP), high = load(call.x + g * GROUP + LANES);
+    const Vec sizes = larger(larger(low, -low), larger(high, -high));
+    float most = 0;
+    for (int i = 0; i < LANES; ++i) most = std::max(most, sizes[i]);
+    const float scale = most / 127, inverse = most > 0 ? 127 / most : 0;
+    const Ints a = nearest(low * inverse), b = nearest(high * inverse);
+    store_bytes(&r.codes[g * GROUP], a);
+    store_bytes(&r.codes[g * GROUP + LANES], b);
+    const int32_t sum = total(a + b);
+    r.scales[g] = scale;
+    r.totals[g] = scale * sum;
+    r.offsets[g] = -128 * sum;
+  }
+}
+
+// Integer weights times rounded x: bytes of 0..255 (128 is zero), or nibbles of 0..15 with minima. A
+// word holds four inputs of one output, or eight.
+template <bool FOUR, int P, int T>
+void integers(const LinearCall &call, int64_t panel, int64_t token, const Rounded &r) {
+  const int64_t inputs = call.inputs, groups = inputs / GROUP, bytes = FOUR ? 256 : 512;
+  Vec sums[P][T] = {};
+  for (int64_t g = 0; g < groups; ++g)
+    for (int p = 0; p < P; ++p) {
+      const int64_t at = (panel + p) * groups + g;
+      const char *from = call.weight + at * bytes;
+      const int8_t *x = r.codes.data() + token * inputs + g * GROUP;
+      if constexpr (T > 4)
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i + AHEAD);
+      Ints part[T];
+      for (int t = 0; t < T; ++t) part[t] = Ints{} + (FOUR ? 0 : r.offsets[(token + t) * groups + g]);
+      for (int64_t k = 0; k < (FOUR ? 16 : GROUP); k += 4) {
+        const Words w = words(from + k * LANES);
+        for (int t = 0; t < T; ++t) part[t] = dot(part[t], FOUR ? w & 0x0F0F0F0F : w, x + t * inputs + k);
+        if constexpr (FOUR)
+          for (int t = 0; t < T; ++t) part[t] = dot(part[t], (w >> 4) & 0x0F0F0F0F, x + t * inputs + k + 16);
+      }
+      const Vec scale = load(call.scales + at * LANES);
+      for (int t = 0; t < T; ++t) sums[p][t] += floats(part[t]) * (scale * r.scales[(token + t) * groups + g]);
+      if (call.minima) {
+        const Vec least = load(call.minima + at * LANES);
+        for (int t = 0; t < T; ++t) sums[p][t] += least * r.totals[(token + t) * groups + g];
+      }
+    }
+  for (int p = 0; p < P; ++p) {
+    const int64_t n = (panel + p) * LANES;
+    const Vec bias = call.bias ? load(call.bias + n) : Vec{};
+    for (int t = 0; t < T; ++t) store(call.out + (token + t) * call.outputs + n, sums[p][t] + bias);
+  }
+}
+
+enum Format { FLOAT32, BFLOAT16, INT8, INT8_GROUPS, INT4_GROUPS, INT8_ROUNDED, INT4_ROUNDED };
+
+// What a format needs to know of x beside x.
+struct Inputs {
+  std::vector<float> sums;  // over every group of 32 inputs [T, K / 32]
+  Rounded rounded;
+};
 
 template <int P, int T>
-void any(const LinearCall &call, int format, int64_t panel, int64_t token, const float *sums) {
+void any(const LinearCall &call, int format, int64_t panel, int64_t token, const Inputs &x) {
   switch (format) {
     case FLOAT32: return block<Float32, P, T>(call, panel, token);
     case BFLOAT16: return block<BFloat16, P, T>(call, panel, token);
     case INT8: return block<Int8, P, T>(call, panel, token);
-    case INT8_GROUPS: return grouped<false, P, T>(call, panel, token, sums);
-    case INT4_GROUPS: return grouped<true, P, T>(call, panel, token, sums);
+    case INT8_GROUPS: return grouped<false, P, T>(call, panel, token, x.sums.data());
+    case INT4_GROUPS: return grouped<true, P, T>(call, panel, token, x.sums.data());
+    case INT8_ROUNDED: return integers<false, P, T>(call, panel, token, x.rounded);
+    case INT4_ROUNDED: return integers<true, P, T>(call, panel, token, x.rounded);
   }
 }
 
@@ -119,44 +200,47 @@ constexpr int STEP = 4;  // panels a thread takes at once
 
 // `count` panels, P at once while there are as many, times T rows.
 template <int P, int T>
-void tile(const LinearCall &call, int format, int64_t first, int64_t count, int64_t token, const float *sums) {
+void tile(const LinearCall &call, int format, int64_t first, int64_t count, int64_t token, const Inputs &x) {
   int64_t p = 0;
-  for (; p + P <= count; p += P) any<P, T>(call, format, first + p, token, sums);
-  for (; p < count; ++p) any<1, T>(call, format, first + p, token, sums);
+  for (; p + P <= count; p += P) any<P, T>(call, format, first + p, token, x);
+  for (; p < count; ++p) any<1, T>(call, format, first + p, token, x);
 }
 
 // Rows by eights, then the rest. A sum is a chain of dependent steps, so that few rows need several
 // panels at once to keep the arithmetic busy.
-void panels(const LinearCall &call, int format, int64_t first, int64_t count, const float *sums) {
+void panels(const LinearCall &call, int format, int64_t first, int64_t count, const Inputs &x) {
   int64_t token = 0;
-  for (; token + 8 <= call.tokens; token += 8) tile<1, 8>(call, format, first, count, token, sums);
+  for (; token + 8 <= call.tokens; token += 8) tile<1, 8>(call, format, first, count, token, x);
   switch (call.tokens - token) {
-    case 1: return tile<4, 1>(call, format, first, count, token, sums);
-    case 2: return tile<2, 2>(call, format, first, count, token, sums);
-    case 3: return tile<2, 3>(call, format, first, count, token, sums);
-    case 4: return tile<2, 4>(call, format, first, count, token, sums);
-    case 5: return tile<1, 5>(call, format, first, count, token, sums);
-    case 6: return tile<1, 6>(call, format, first, count, token, sums);
-    case 7: return tile<1, 7>(call, format, first, count, token, sums);
+    case 1: return tile<4, 1>(call, format, first, count, token, x);
+    case 2: return tile<2, 2>(call, format, first, count, token, x);
+    case 3: return tile<2, 3>(call, format, first, count, token, x);
+    case 4: return tile<2, 4>(call, format, first, count, token, x);
+    case 5: return tile<1, 5>(call, format, first, count, token, x);
+    case 6: return tile<1, 6>(call, format, first, count, token, x);
+    case 7: return tile<1, 7>(call, format, first, count, token, x);
   }
 }
 
 }  // namespace
 
 extern "C" void speculant_linear(const LinearCall *call, int format, int threads) {
-  std::vector<float> sums;  // of x over every group of 32 inputs [T, K / 32]
-  if (call->minima) {
+  static thread_local Inputs x;  // kept between calls: no allocation in the loop
+  if (format >= INT8_ROUNDED) {
+    round_rows(*call, x.rounded);
+  } else if (call->minima) {
     const int64_t groups = call->inputs / GROUP;
-    sums.resize(call->tokens * groups);
-    for (size_t i = 0; i < sums.size(); ++i) {
+    x.sums.resize(call->tokens * groups);
+    for (size_t i = 0; i < x.sums.size(); ++i) {
       float sum = 0;
       for (int64_t k = 0; k < GROUP; ++k) sum += call->x[i * GROUP + k];
-      sums[i] = sum;
+      x.sums[i] = sum;
     }
   }
+  const Inputs &shared = x;  // the caller's, for all threads
   const int64_t all = call->outputs / LANES, parts = (all + STEP - 1) / STEP;
   parallel(parts, threads, [&](int64_t i) {
     const int64_t first = i * STEP, count = all - first < STEP ? all - first : STEP;
-    panels(*call, format, first, count, sums.data());
+    panels(*call, format, first, count, shared);
   });
 }

@@ -8,7 +8,9 @@
 | q8_0     | the same, with a scale for every 32 inputs              | 1.125 |
 | q4_1     | an integer of 0..15 times a scale, plus a minimum, both for every 32 inputs | 0.75 |
 
-(scales and minima held in float32). Inputs and sums are float32 in every format.
+(scales and minima held in float32). Inputs and sums are float32 in these formats. In `q8_0-a8` and
+`q4_1-a8` the inputs are rounded as well, each row by itself, to int8 with a scale for every 32 of
+them (`rounded`), as llama.cpp rounds them: products of integers, several times as many a second.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor
 from .library import library
 
 LANES, GROUP = 16, 32
-FORMATS = ("float32", "bfloat16", "int8", "q8_0", "q4_1")
+FORMATS = ("float32", "bfloat16", "int8", "q8_0", "q4_1", "q8_0-a8", "q4_1-a8")
 """In the order of the enumeration in linear.cpp."""
 
 
@@ -90,17 +92,36 @@ def _codes(values: Tensor, scales: Tensor) -> Tensor:
     return (values / scales.clamp(min=torch.finfo(torch.float32).tiny)).round()
 
 
+def rounded(x: Tensor) -> Tensor:
+    """x [..., K] as the `-a8` formats see it: int8 times a scale for every 32 numbers, in float32.
+
+    Raises ValueError unless 32 divides K.
+    """
+    if x.shape[-1] % GROUP:
+        raise ValueError(f"rounded inputs come in groups of 32, not {x.shape[-1]}")
+    groups = x.float().unflatten(-1, (-1, GROUP))
+    most = groups.abs().amax(dim=-1, keepdim=True)
+    codes = (groups * torch.where(most > 0, 127 / most, 0)).round()
+    whole: Tensor = (codes * (most / 127)).flatten(-2)
+    return whole
+
+
 def can_pack(inputs: int, form: str, device: torch.device) -> bool:
     """True when the compiled library is here and holds a matrix of so many inputs."""
-    whole = form not in ("q8_0", "q4_1") or inputs % GROUP == 0
+    whole = not form.startswith(("q8_0", "q4_1")) or inputs % GROUP == 0
     return device.type == "cpu" and whole and library() is not None
 
 
 class PackedLinear:
     """y = x W^T + b with packed weights. Rows of x are independent to the last bit."""
 
-    def __init__(self, weight: Tensor | Quantised, bias: Tensor | None = None) -> None:
-        """weight: [N, K] in float32 or bfloat16, or quantised; `can_pack` must hold."""
+    def __init__(
+        self, weight: Tensor | Quantised, bias: Tensor | None = None, round_inputs: bool = False
+    ) -> None:
+        """weight: [N, K] in float32 or bfloat16, or quantised; `can_pack` must hold.
+
+        round_inputs: to int8; for q8_0 and q4_1
+        """
         self.bias = None if bias is None else padded(bias.float()).contiguous()
         self.scales: Tensor | None = None
         self.minima: Tensor | None = None
@@ -120,6 +141,9 @@ class PackedLinear:
             pairs = codes.unflatten(1, (-1, 2, GROUP // 2))
             codes = (pairs[:, :, 0] | (pairs[:, :, 1] << 4)).flatten(1)
         self.weight = panels(codes)
+        if round_inputs:
+            self.form += "-a8"
+            self.weight = _words(self.weight, weight.form == "q8_0")
 
     @property
     def nbytes(self) -> int:
@@ -153,6 +177,16 @@ def panels(matrix: Tensor) -> Tensor:
     """[N, C] -> [N / 16, C, 16], N rounded up: sixteen outputs side by side, input by input."""
     packed: Tensor = padded(matrix).unflatten(0, (-1, LANES)).transpose(1, 2).contiguous()
     return packed
+
+
+def _words(packed: Tensor, signed: bool) -> Tensor:
+    """Panels [N / 16, C, 16] of bytes -> [N / 16, C / 4, 16, 4]: four of an output in one word.
+
+    Signed bytes become unsigned, 128 their zero: what the processor multiplies is unsigned by signed.
+    """
+    whole = packed.view(torch.uint8) ^ 128 if signed else packed
+    words: Tensor = whole.unflatten(1, (-1, 4)).transpose(2, 3).contiguous()
+    return words
 
 
 def padded(matrix: Tensor) -> Tensor:

@@ -52,6 +52,25 @@ static inline Ints widen(const uint8_t *from) {
 #endif
 }
 
+static inline Words words(const char *from) {
+  Words w;
+  std::memcpy(&w, from, sizeof w);
+  return w;
+}
+
+// To every lane, the products of its word's four unsigned bytes with the four signed ones at x.
+static inline Ints dot(Ints sums, Words w, const int8_t *x) {
+#if defined(__AVX512VNNI__)
+  int32_t four;
+  std::memcpy(&four, x, sizeof four);
+  return reinterpret_cast<Ints>(_mm512_dpbusd_epi32(
+      reinterpret_cast<__m512i>(sums), reinterpret_cast<__m512i>(w), _mm512_set1_epi32(four)));
+#else
+  for (int j = 0; j < 4; ++j) sums += reinterpret_cast<Ints>((w >> (8 * j)) & 255) * static_cast<int32_t>(x[j]);
+  return sums;
+#endif
+}
+
 static inline Vec floats(Ints i) { return __builtin_convertvector(i, Vec); }
 
 static inline void store(float *to, Vec v) { std::memcpy(to, &v, sizeof v); }
@@ -68,6 +87,21 @@ static inline float total(Vec v) {
   std::memcpy(&d, reinterpret_cast<const char *>(&a) + sizeof c, sizeof d);
   c += d;
   return (c[0] + c[1]) + (c[2] + c[3]);
+}
+
+static inline int32_t total(Ints v) {
+  int32_t sum = 0;
+  for (int i = 0; i < LANES; ++i) sum += v[i];
+  return sum;
+}
+
+// To the nearest integer, halves to even, for |x| < 2^22: adding 1.5 * 2^23 rounds.
+static inline Ints nearest(Vec x) { return __builtin_convertvector((x + 12582912.0f) - 12582912.0f, Ints); }
+
+static inline void store_bytes(int8_t *to, Ints v) {
+  typedef int8_t Bytes __attribute__((vector_size(LANES)));
+  const Bytes b = __builtin_convertvector(v, Bytes);
+  std::memcpy(to, &b, sizeof b);
 }
 
 static inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..native.linear import PackedLinear, Quantised, can_pack, quantise
+from ..native.linear import GROUP, PackedLinear, Quantised, can_pack, quantise, rounded
 
 PACK_ROWS = 16
 """Row count that oneDNN's layout is chosen for; measured best over 1 to 64 rows."""
-WEIGHTS = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "q4_1"}
-"""What `weights` may be -> the format of the packed matrices."""
+WEIGHTS = {
+    "float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "q4_1",
+    "int8-a8": "q8_0", "int4-a8": "q4_1",
+}  # fmt: skip
+"""What `weights` may be -> the format of the packed matrices. -a8: activations in int8 as well."""
 
 
 def can_prepack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -39,8 +42,9 @@ class Linear:
     ) -> None:
         """weights: a key of WEIGHTS to round to; "" keeps the numbers as they are.
 
-        A quantised `weight` is used as it is. Without the library it stays what it was rounded to,
-        dequantised.
+        A quantised `weight` is used as it is. With weights that end in -a8 inputs are rounded too
+        (`native.linear.rounded`), where 32 divides their number. Without the library weights stay
+        what they were rounded to, dequantised.
         """
         kind = torch.float32 if isinstance(weight, Quantised) else weight.dtype
         source = weight if isinstance(weight, Tensor) else weight.codes
@@ -48,11 +52,13 @@ class Linear:
         form = weight.form if isinstance(weight, Quantised) else WEIGHTS.get(weights, "float32")
         self.bias = bias
         self.own: PackedLinear | None = None
-        rounded = bool(weights) or kind is torch.float32
-        if rounded and can_pack(self.in_features, form, device):
-            self.own = PackedLinear(_rounded(weight, form), bias)
+        self.rounds = weights.endswith("-a8") and self.in_features % GROUP == 0
+        whole = bool(weights) or kind is torch.float32
+        if whole and can_pack(self.in_features, form, device):
+            packed = _rounded(weight, form)
+            self.own = PackedLinear(packed, bias, self.rounds)
             return
-        dense = _dense(_rounded(weight, form), kind) if rounded else _dense(weight, kind)
+        dense = _dense(_rounded(weight, form), kind) if whole else _dense(weight, kind)
         self.packed = can_prepack(kind, device)
         if self.packed:
             dense = torch.ops.mkldnn._reorder_linear_weight(dense.contiguous(), PACK_ROWS)
@@ -69,6 +75,8 @@ class Linear:
         """[..., in] -> [..., out]."""
         if self.own is not None:
             return self.own(x).to(x.dtype)
+        if self.rounds:
+            x = rounded(x).to(x.dtype)
         if self.packed:
             y: Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self.weight, self.bias, "none", [], ""

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ..attention import Reading
 from ..cache import CacheRows, KVCache
+from ..native.memory import move_to_huge_pages
 from .base import LAST, LoadError, TargetInfo, Tokenizer
 from .layers import Layer, Tensors, compiled_layers, read_layer
 from .linear import Embedding, Linear
@@ -152,6 +153,8 @@ class LlamaTarget:
             norm = reader.take("model.norm.weight", (config.hidden_size,), copy=True)
             embedding = reader.rows("model.embed_tokens.weight", size)
             reader.finish()
+            every = (head, *(m for x in layers for m in (x.qkv, x.out, x.gate_up, x.down)))
+            move_to_huge_pages([m.own for m in every if m.own is not None])
         return LlamaTarget(config, layers, embedding, norm, head, tokenizer, name)
 
     def pruned(self, num_layers: int) -> LlamaTarget:

@@ -29,7 +29,7 @@ class Reader:
     ) -> None:
         """weights: what matrices are rounded to, see `linear.Linear`, or "file": a GGUF's blocks."""
         self.folder, self.dtype, self.device, self.weights = folder, dtype, device, weights
-        self.blocks = QuantisedFile(folder) if weights == "file" else None
+        self.blocks = QuantisedFile(folder) if weights.startswith("file") else None
         self.files = {name: path for path in weight_files(folder) for name in read_header(path)}
 
     def take(
@@ -63,7 +63,7 @@ class Reader:
         whole = None if self.blocks is None else self.blocks.take(names)
         parts = [self.take(*part, keep=keep) for part in zip(names, shapes, strict=True)]
         if whole is not None:
-            return Linear(whole, bias)
+            return Linear(whole, bias, self.weights)
         dense = parts[0] if len(parts) == 1 else torch.cat(parts)
         return Linear(dense, bias, "" if self.blocks else self.weights)
 

@@ -1,0 +1,44 @@
+"""Weights in huge pages: a forward reads all of them, and 4 kB pages stop the processor's prefetching.
+
+Measured on two cores with AVX-512, float32, all matrices of a 135M model: 17.1 instead of 21.8 ms at
+eight rows, 11.7 instead of 12.6 at one.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .linear import PackedLinear
+
+PAGE, LINE = 2 << 20, 64  # bytes of a huge page and of a cache line
+PARTS = ("weight", "scales", "minima")
+
+
+def move_to_huge_pages(matrices: Sequence[PackedLinear]) -> None:
+    """Move packed matrices into one mapping of huge pages, where the system has some (Linux)."""
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    kept = [(m, name) for m in matrices for name in PARTS if getattr(m, name) is not None]
+    size = sum(_whole_lines(getattr(m, name).nbytes) for m, name in kept)
+    if advice is None or size < PAGE:
+        return
+    # private: shared memory has a setting of its own, usually off
+    area = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        area.madvise(advice)
+    except OSError:  # a kernel without them
+        return
+    room = torch.frombuffer(area, dtype=torch.uint8)
+    at = -room.data_ptr() % PAGE
+    for matrix, name in kept:
+        part: Tensor = getattr(matrix, name)
+        place = room[at : at + part.nbytes].view(part.dtype).view(part.shape).copy_(part)
+        setattr(matrix, name, place)  # the old memory is free again: no second copy of the model
+        at += _whole_lines(part.nbytes)
+
+
+def _whole_lines(size: int) -> int:
+    return -(-size // LINE) * LINE
