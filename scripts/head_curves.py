@@ -24,7 +24,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-SIZES = (50_000, 100_000, 200_000, 400_000)
+SIZES = (25_000, 50_000, 100_000, 200_000, 400_000)
 TABLE = 200_000  # answer tokens that every method gets
 EPOCHS = 2.0
 PLAIN = ["--epochs", str(EPOCHS)]

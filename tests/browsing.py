@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fake import FakeTarget
 from scripted import Scripted
-from serving import MODEL, VOCAB, Running, byte_tokenizer
+from serving import MODEL, VOCAB, Running, byte_tokenizer, serving
 from speculant.drafts import load_draft
 from speculant.drafts.base import DraftInfo
 
@@ -146,6 +146,33 @@ def visiting(browser: Browser, running: Running) -> Iterator[Visitor]:
     for context in visitor.contexts:
         context.close()
     visitor.check()
+
+
+@pytest.fixture(scope="module")
+def target() -> Reciting:
+    """What `running` serves."""
+    return Reciting()
+
+
+@pytest.fixture(scope="module")
+def running(target: Reciting) -> Iterator[Running]:
+    """A server with a drafted tree, for the tests of one file."""
+    with serving(target, drafts_of(target), max_rows=2, capacity=1000) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Chromium, for the tests of one file."""
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def visit(browser: Browser, running: Running) -> Iterator[Visitor]:
+    """A visitor of `running`, checked at the end."""
+    with visiting(browser, running) as visitor:
+        yield visitor
 
 
 def settings(page: Page, **values: Any) -> None:

@@ -28,6 +28,9 @@ class Scripted:
 
     def open(self, row: DraftRow) -> None: ...
 
+    def resume(self, row: DraftRow, shared: int) -> int:
+        return shared
+
     def prefill(self, row: DraftRow, start: int, hidden: Tensor | None) -> None: ...
 
     def update(self, rows: Sequence[DraftRow], feedback: Feedback) -> None: ...

@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import httpx2
 import openai
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 
 from fake import FakeTarget
 from speculant.drafts import load_draft
@@ -23,6 +25,7 @@ from speculant.serve.settings import Settings
 from speculant.target.tokenizer import FileTokenizer
 
 MODEL = "tiny"
+TALK: list[Any] = [{"role": "user", "content": "hello"}]
 VOCAB, EOS = 258, 257
 TEMPLATE = (
     "{% for m in messages %}{{ '<s>' + m['role'] + ':' + m['content'] + '\n' }}{% endfor %}"
@@ -113,6 +116,39 @@ def serving(
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
+
+
+class Slow(FakeTarget):
+    """Takes its time, so that a test can act while a request runs. `pace`: seconds a forward."""
+
+    pace = 0.01
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, Tensor | None]:
+        time.sleep(self.pace)
+        return super().forward(*args, **kwargs)
+
+
+def slow(pace: float = 0.01) -> Slow:
+    target = Slow(
+        1, VOCAB, context_length=1024, name=MODEL, sharpness=3.0, tokenizer=byte_tokenizer()
+    )  # type: ignore[arg-type]
+    target.pace = pace
+    return target
+
+
+def plain(target: FakeTarget) -> dict[str, Any]:
+    return {"none": load_draft("none", target)}
+
+
+def ask(running: Running, **more: Any) -> Any:
+    body: dict[str, Any] = {"model": MODEL, "messages": TALK, "max_tokens": 20, "temperature": 0}
+    extra = {"ignore_eos": True, **more.pop("extra_body", {})}
+    return running.client().chat.completions.create(**{**body, **more}, extra_body=extra)
+
+
+def state(running: Running, name: str) -> dict[str, Any]:
+    drafts = httpx2.get(f"{running.url}/speculation").json()["drafts"]
+    return next(d for d in drafts if d["name"] == name)  # type: ignore[no-any-return]
 
 
 def raw(url: str, request: bytes, seconds: float = 10.0) -> bytes:

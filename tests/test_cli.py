@@ -796,21 +796,6 @@ def test_bench_refuses_bad_input(models: Models, args: list[str], word: str) -> 
     assert models.loads == []
 
 
-def test_bench_prints_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-
-    def stub(*args: Any) -> Any:
-        given[:] = args[:5]
-        return SimpleNamespace(as_dict=lambda: {"speeds": [1]})
-
-    monkeypatch.setattr("speculant.bench.measure.measure_core", stub)
-    monkeypatch.setattr("speculant.bench.measure.render", lambda report: "| table |")
-    out = ok("bench", "--json", "--drafts", "ngram, vanilla", "--runs", "2", "--no-peers")
-    assert json.loads(out) == {"speeds": [1]}
-    assert given == ["smollm2-135m-instruct", ["ngram", "vanilla"], 96, 2, False]
-    assert ok("bench") == "| table |\n"
-
-
 # Real processes on the bundled model
 
 

@@ -19,6 +19,7 @@ from fake import HIDDEN, FakeTarget
 from speculant.cli import app
 from speculant.commands import run_engine
 from speculant.commands.lend import lend
+from speculant.commands.ranks import accuracies
 from speculant.commands.taps import measure
 from speculant.export import running
 from speculant.export.keys import LAYOUTS
@@ -222,6 +223,69 @@ def states_of(target: FakeTarget, tokens: list[int], tap: int) -> torch.Tensor:
     return hidden[0]
 
 
+def test_an_imported_medusas_accuracies_are_measured(
+    model: Path, heads: Path, tmp_path: Path
+) -> None:
+    """Without a target it says what is not known and how to know it; then a usual tree is drafted."""
+    words = ("export", "vllm", heads / "medusa", "--out", tmp_path / "x", "--target", model)
+    works(*words)
+    (tmp_path / "x" / "speculant_export.json").unlink()
+    edit(tmp_path / "x", lambda data: data.update(original_lm_head=False), medusas_own)
+    text = works("import", tmp_path / "x", "--out", tmp_path / "a")
+    assert "2 LM heads kept as the heads' own" in text
+    assert "accuracies of its heads are not known" in text
+    assert load_head(tmp_path / "a").config.accuracies == ()  # type: ignore[union-attr]
+    told = run("generate", "hello", "--draft", tmp_path / "a", "--target", model, "--max-tokens", 4)
+    assert told.exit_code == 0, told.stderr
+    assert told.stderr.startswith(
+        "speculant: the accuracies of these Medusa heads were never measured"
+    )
+    asked = tmp_path / "questions.jsonl"
+    asked.write_text('{"question_id": 1, "category": "a", "turns": ["hello there"]}\n')
+    words = ("import", tmp_path / "x", "--out", tmp_path / "b", "--target", model)
+    text = works(*words, "--questions", asked)
+    assert re.search(r"first choices right in [\d.]+%, [\d.]+% \(measured at \d+ positions", text)
+    config: Any = load_head(tmp_path / "b").config
+    assert [len(ranks) for ranks in config.accuracies] == [10, 10]
+    told = run("generate", "hello", "--draft", tmp_path / "b", "--target", model, "--max-tokens", 4)
+    assert (told.exit_code, told.stderr) == (0, "")
+
+
+def medusas_own(data: dict[str, torch.Tensor]) -> None:
+    """LM heads of their own in place of the target's."""
+    lent = data.pop("lm_head.weight")
+    for h in range(2):
+        data[f"lm_heads.{h}.weight"] = lent + (h + 1) * 0.01
+
+
+def test_measured_accuracies_are_the_heads_own() -> None:
+    """Against one uncached forward for every label: the state 2 + h before it, and the rank it gets."""
+    target = FakeTarget(seed=4)
+    torch.manual_seed(0)
+    head = MedusaHead(MedusaConfig(HIDDEN, 32, 3))
+    with torch.no_grad():
+        for p in head.parameters():
+            p.copy_(torch.randn_like(p) * 0.3)
+    texts = [(target.greedy([3, 9, 1], 9), 3), (target.greedy([30], 6), 1)]
+    texts = [([3, 9, 1, *texts[0][0]], 3), ([30, *texts[1][0]], 1)]
+    shares, positions = accuracies(target, head, texts)
+    hits, tried = torch.zeros(3, 10), [0, 0, 0]
+    for ids, prompt in texts:
+        for at in range(prompt, len(ids)):
+            for h in range(3):
+                if at - 2 - h < 0:
+                    continue
+                state = states_of(target, ids[: at - 1 - h], -1)[-1]
+                with torch.no_grad():
+                    ranked = head.logits(state)[h].argsort(descending=True).tolist()
+                tried[h] += 1
+                if ranked.index(ids[at]) < 10:
+                    hits[h, ranked.index(ids[at])] += 1
+    assert positions == tried[0] == 9 + 5
+    assert torch.allclose(torch.tensor(shares), hits / torch.tensor(tried)[:, None], atol=1e-6)
+    assert float(hits.sum()) > 5
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -247,6 +311,7 @@ def states_of(target: FakeTarget, tokens: list[int], tap: int) -> torch.Tensor:
         (("import", "HEAD", "--out", "o", "--taps", "a"), "--taps 'a'"),
         (("import", "HEAD", "--out", "o", "--tap-convention", "both"), "choose from auto, enter"),
         (("import", "MODEL", "--out", "o"), "is a whole model"),
+        (("import", "HEAD", "--out", "o", "--questions", "q"), "--questions goes with --target"),
         (("check-export", "no/such"), "no such folder"),
         (("check-export", "HEAD", "--engine", "tgi"), "unknown engine 'tgi'"),
         (("check-export", "HEAD", "--python", "x"), "--python goes with --run"),

@@ -86,8 +86,9 @@ def test_eagles_repository(tmp_path: Path) -> None:
     same(read(folder, taps=(2, 6, 9)), "eagle3")
     with pytest.raises(ExportError, match="names no layer ids: give --target"):
         read(folder)
-    with pytest.raises(ExportError, match="differs from the target's embeddings"):
-        read(folder, num_layers=12, embedding=end(5))
+    kept = read(folder, num_layers=12, embedding=end(5))
+    assert kept.head.config.own_embeddings  # type: ignore[union-attr]
+    assert "kept as the head's own: they differ" in " ".join(kept.remarks)
     assert "taken for the target's own" in " ".join(read(folder, taps=(2, 6, 9)).remarks)
 
 
@@ -159,15 +160,19 @@ EAGLE3 = LLAMA | {"draft_vocab_size": D, NAMED: [2, 6, 9]}
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"norm_before_residual": True}, "norm_before_residual is on"),
-        ({"norm_before_fc": True}, "norm_before_fc is on"),
-        ({"eagle_config": {"norm_before_fc": True}}, "norm_before_fc is on"),
-        ({"fc_norm": True}, "fc_norm is on"),
-        ({"norm_output": True}, "norm_output is on"),
-        ({"attention_bias": True}, "attention_bias is on"),
+        ({"attention_bias": True}, r"attention_bias is on, and there is no tensor q_proj\.bias"),
+        ({"mlp_bias": True}, r"mlp_bias is on, and there is no tensor gate_proj\.bias"),
+        ({"fc_norm": True}, r"tensor fc_norm\.0\.weight is missing"),
+        ({"eagle_config": {"norm_before_fc": True}}, r"tensor input_norm\.weight is missing"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"logit_scale": 0.5}, "logit_scale is 0.5"),
+        ({"layer_types": ["sliding_attention"]}, "attention sees everything"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE of type 'yarn'"),
         ({"num_hidden_layers": 2}, "2 layers: our head has one"),
-        ({"target_hidden_size": 24}, "another hidden size"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "RoPE of type 'llama3'"),
+        ({"target_hidden_size": 24, NAMED: [2, 6]}, "needs embeddings of its own width"),
+        ({"target_hidden_size": 7}, "reads 48 columns: no whole number of states of 7"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "without low_freq_factor"),
         ({"draft_vocab_size": 9}, "lm_head.weight has 10 rows, draft_vocab_size is 9"),
         ({NAMED: [2, 6]}, "fc reads 3 layers"),
         ({NAMED: [2, 2, 6]}, "fc reads 3 layers"),
@@ -221,7 +226,7 @@ def test_maps(tmp_path: Path) -> None:
 
 
 def test_biases(tmp_path: Path) -> None:
-    """EAGLE-1's trainer has one in fc: of zero it is dropped, any other is refused."""
+    """EAGLE-1's trainer has one in fc: of zero it is dropped, any other kept."""
     config = LLAMA | {"architectures": ["LlamaForCausalLM"], "bias": True}
     tensors = own("eagle1") | {"embed_tokens.weight": end(1).bfloat16()}
     zero = tensors | {"fc.bias": torch.zeros(H).bfloat16()}
@@ -229,8 +234,9 @@ def test_biases(tmp_path: Path) -> None:
     same(imported, "eagle1")
     assert "1 biases of zero left out" in " ".join(imported.remarks)
     one = tensors | {"fc.bias": torch.ones(H).bfloat16()}
-    with pytest.raises(ExportError, match=r"fc\.bias is a bias that is not zero"):
-        read(write(tmp_path / "b", config, one))
+    head = read(write(tmp_path / "b", config, one)).head
+    assert head.config.fc_bias  # type: ignore[union-attr]
+    assert bool((head.state_dict()["fc.bias"] == 1).all())
     with pytest.raises(ExportError, match="must be the target's own LM head: give --target"):
         read(write(tmp_path / "c", config, tensors | {"lm_head.weight": end(2).bfloat16()}))
     with pytest.raises(ExportError, match=r"unexpected tensor layers\.0\.input_layernorm"):
@@ -258,10 +264,11 @@ def test_medusas_repository(prefix: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "a", config, tensors)
     (folder / "model.safetensors").rename(folder / "medusa_lm_head.safetensors")
     same(read(folder, lm_head=end(2)), "medusa", accuracies=())
-    with pytest.raises(ExportError, match="differs from the target's LM head"):
-        read(folder, lm_head=end(5))
-    with pytest.raises(ExportError, match="give --target to compare them"):
-        read(folder)
+    for given in ({"lm_head": end(5)}, {}):  # of their own, or not to be compared
+        head = read(folder, **given).head
+        assert head.config.own_lm_heads  # type: ignore[union-attr]
+        for h in range(3):
+            assert torch.equal(head.state_dict()[f"lm_heads.{h}.weight"], end(2))
 
 
 def test_medusa_of_vllm(tmp_path: Path) -> None:
@@ -273,6 +280,16 @@ def test_medusa_of_vllm(tmp_path: Path) -> None:
         "medusa",
         accuracies=(),
     )
+    shared = own("medusa") | {"lm_head.weight": end(2).bfloat16()}
+    said = config | {"original_lm_head": True}  # by its own word the target's
+    same(read(write(tmp_path / "c", said, shared)), "medusa", accuracies=())
+    with pytest.raises(ExportError, match="differs from the target's LM head"):
+        read(tmp_path / "c", lm_head=end(5))
+    with pytest.raises(ExportError, match="give --target to compare them"):
+        read(write(tmp_path / "d", config, shared))
+    two = {name: heads[name] for name in list(heads)[:2]}
+    with pytest.raises(ExportError, match="the LM head of head 2 is missing"):
+        read(write(tmp_path / "e", config, own("medusa") | two), lm_head=end(5))
     with pytest.raises(ExportError, match="unexpected tensor token_map"):
         read(write(tmp_path / "b", config, own("medusa") | {"token_map": torch.arange(3)}))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from fake import HIDDEN, FakeTarget, make_row
 from speculant.drafts import load_draft
 from speculant.drafts.base import Feedback
-from speculant.drafts.medusa import MedusaDraft, sparse_tree
+from speculant.drafts.medusa import MedusaDraft, sparse_tree, usual_accuracies
 from speculant.engine import generate, generate_many
 from speculant.heads.medusa import MedusaConfig, MedusaHead
 from speculant.proposal import Proposal
@@ -261,3 +261,27 @@ def test_commit_cut_inside_the_path(target: FakeTarget) -> None:
     row.tokens += [7, 8]
     draft.update([row], Feedback(proposal, [[7, 8]], [[0, 2, 5]], hidden))
     assert torch.equal(draft._states[0], hidden[0, 1])  # node 0, which 8 followed
+
+
+def test_heads_that_were_never_measured_draft_a_usual_tree(target: FakeTarget) -> None:
+    """With a warning that says how to measure them; the text stays the target's."""
+    head = make_head(accuracies=())
+    with pytest.warns(UserWarning, match=r"never measured.*speculant import"):
+        draft = load_draft("medusa", target, head=head, tree=16)
+    out = generate(target, draft, PROMPTS[2], GREEDY)
+    assert out.token_ids == target.greedy(PROMPTS[2], len(out.token_ids))
+    assert out.metrics.num_draft_tokens > 0
+
+
+def test_the_usual_tree_is_near_the_published_one() -> None:
+    """`mc_sim_7b_63` of Medusa's repository: 63 nodes, by depth 10, 28, 23 and 2; its first 24."""
+    usual = usual_accuracies(4)
+    assert all(sum(ranks) < 1 for ranks in usual)
+    paths: list[tuple[int, ...]] = []
+    for node in sparse_tree(usual, 63):
+        paths.append(((*paths[node.parent],) if node.parent >= 0 else ()) + (node.rank,))
+    by_depth = [sum(len(path) == depth for path in paths) for depth in (1, 2, 3, 4)]
+    assert all(abs(a - b) <= 3 for a, b in zip(by_depth, (10, 28, 23, 2), strict=True))
+    first = "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002"
+    published = first.split()
+    assert {tuple(map(int, path)) for path in published} <= set(paths)

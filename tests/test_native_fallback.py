@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from speculant.native import library as loading
+from speculant.native.layers import rms_norm
 from speculant.native.library import library
 from speculant.target.linear import Linear
 from speculant.target.llama import LlamaTarget
@@ -95,3 +96,24 @@ def test_a_library_for_a_better_processor_is_left_out(monkeypatch: pytest.Monkey
         monkeypatch.undo()
         loading.library.cache_clear()
     assert library() is not None
+
+
+@pytest.mark.parametrize("size", [16, 40, 576, 7])
+def test_norms_are_torchs(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled and not, in both precisions; and a gradient flows where one is asked for."""
+    x, weight = 3 * torch.randn(2, 3, size), torch.randn(size)
+    want = torch.nn.functional.rms_norm(x.double(), (size,), weight.double(), 1e-5).float()
+    with torch.no_grad():
+        torch.testing.assert_close(rms_norm(x, weight, 1e-5), want)
+        row = rms_norm(x[1, 2], weight, 1e-5)
+        assert torch.equal(row, rms_norm(x, weight, 1e-5)[1, 2])
+        assert torch.equal(rms_norm(x.transpose(0, 1), weight, 1e-5)[2, 1], row)
+        half = rms_norm(x.bfloat16(), weight, 1e-5)
+        assert half.dtype is torch.bfloat16
+        torch.testing.assert_close(half.float(), want, atol=0.05, rtol=0.05)
+    learned = weight.clone().requires_grad_()
+    rms_norm(x, learned, 1e-5).sum().backward()
+    assert learned.grad is not None
+    monkeypatch.setattr("speculant.native.layers.library", lambda: None)
+    with torch.no_grad():
+        torch.testing.assert_close(rms_norm(x, weight, 1e-5), want)

@@ -60,6 +60,9 @@ def fails(result: Result, code: int, *words: str) -> None:
         (("--engine", "vllm", "--draft", "vanilla"), ["--draft-model"]),
         (("--engine", "vllm", "--tree", "8", "--draft", "ngram"), ["vLLM drafts chains"]),
         (("--engine", "vllm", "--host", "0.0.0.0"), ["--api-key"]),
+        (("--engine", "vllm", "--adaptive"), ["--adaptive is our engine's"]),
+        (("--engine", "vllm", "--max-rows", "4"), ["--max-rows is our engine's"]),
+        (("--engine", "vllm", "--no-prefix-reuse"), ["--prefix-reuse is our engine's"]),
     ],
 )
 def test_mistakes_are_one_line(
@@ -121,8 +124,9 @@ class Process:
 @pytest.fixture(scope="module")
 def process(folder: Path) -> Iterator[Process]:
     started = Process(
-        "--target", folder, "--context", "300", "--offer", "lookahead", "--max-rows", 2
-    )
+        "--target", folder, "--context", "300", "--offer", "lookahead", "--max-rows", 2,
+        "--adaptive",
+    )  # fmt: skip
     yield started
     started.child.kill()
     started.child.wait()
@@ -134,8 +138,10 @@ def test_a_real_process(process: Process) -> None:
     model = client.models.list().data[0].id
     assert model == "tiny"
     assert process.line.startswith("tiny at http://127.0.0.1:")
-    names = [d["name"] for d in httpx2.get(f"{process.url}/speculation").json()["drafts"]]
+    offered = httpx2.get(f"{process.url}/speculation").json()["drafts"]
+    names = [d["name"] for d in offered]
     assert names == ["ngram", "lookahead", "none"]
+    assert [bool(d["round_ms"]) for d in offered] == [True, True, False]
     talk: list[Any] = [{"role": "user", "content": "hi"}]
     asked: dict[str, Any] = {"model": model, "messages": talk, "max_tokens": 250}
     texts = {

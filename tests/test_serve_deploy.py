@@ -54,8 +54,10 @@ def test_the_dashboard_asks_for_what_there_is(metrics: str) -> None:
     assert len(set(ids)) == len(ids)
     for panel in board["panels"]:
         for target in panel["targets"]:
-            used = set(re.findall(r"by \(([\w, ]+)\)", target["expr"]))
-            assert used <= {"draft", "task", "position", "le", "finished_reason", "reason"}
+            used = set(", ".join(re.findall(r"by \(([\w, ]+)\)", target["expr"])).split(", ")) - {
+                ""
+            }
+            assert used <= {"draft", "task", "position", "depth", "le", "finished_reason", "reason"}
             assert target["expr"].count("(") == target["expr"].count(")")
 
 
@@ -86,6 +88,37 @@ def test_the_tuner_reads_it(metrics: str, running: Running) -> None:
         assert count.num_drafts == held.num_drafts.labels(*labels)._value.get()
         assert count.num_accepted_tokens == held.num_accepted.labels(*labels)._value.get()
         assert sum(count.accepted_per_pos) == count.num_accepted_tokens
+
+
+def test_containers_are_probed_keyed_and_not_root() -> None:
+    """Probed paths answer; keys come from a secret; nobody is root, and nothing can become it."""
+    docker = (DEPLOY / "Dockerfile").read_text()
+    stage = docker[docker.rindex("\nFROM python") : docker.index("# vLLM")]
+    assert stage.index("\nUSER ") < stage.index("\nENTRYPOINT ")
+    user = re.search(r"useradd .*--uid (\d+) (\w+)", stage)
+    assert user
+    assert f"\nUSER {user[2]}\n" in stage
+    paths = set(re.findall(r"127\.0\.0\.1:8000(/\w+)", stage[stage.index("HEALTHCHECK") :]))
+    assert "KEY=" not in stage
+    kube = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+    for pod in (d["spec"]["template"]["spec"] for d in kube if d["kind"] == "Deployment"):
+        (container,) = pod["containers"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        for probe in ("startupProbe", "readinessProbe"):
+            if probe in container:
+                paths.add(container[probe]["httpGet"]["path"])
+                assert container[probe]["httpGet"]["port"] in ports
+        (key,) = container["env"]
+        assert key["name"] == "SPECULANT_API_KEY"
+        assert key["valueFrom"]["secretKeyRef"] == {"name": "speculant", "key": "api-key"}
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert ports == {"http": 8000}
+    first = next(d for d in kube if d["kind"] == "Deployment")["spec"]["template"]["spec"]
+    assert first["securityContext"]["runAsNonRoot"]
+    assert first["securityContext"]["runAsUser"] == int(user[1])
+    with serving(api_key="k") as keyed:  # probes bring no key
+        for path in paths:
+            assert urlopen(f"{keyed.url}{path}").status == 200
 
 
 def test_flags_in_the_containers_exist() -> None:

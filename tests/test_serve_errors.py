@@ -74,6 +74,12 @@ def chat(**more: Any) -> dict[str, Any]:
         ({"task": "poems"}, 400, "invalid_value", "task"),
         ({"min_tokens": 9}, 400, "invalid_value", None),
         ({"response_format": {"type": "xml"}}, 422, "invalid_value", None),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            422,
+            "missing_required_parameter",
+            "response_format.json_schema.schema",
+        ),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, 400, None, None),
     ],
 )
@@ -147,6 +153,23 @@ def test_paths_and_methods(running: Running) -> None:
     assert ask(running, "GET", "/../../etc/passwd")[0] == 404
     assert ask(running, "GET", "/%2e%2e/app.py")[0] == 404
     assert ask(running, "DELETE", "/health")[0] == 405
+    assert ask(running, "POST", "/")[0] == 405
+    for path in ("/v1/responses", "/v1/embeddings", "/v1/chat/completions/", "/v1/"):
+        status, body, _ = post(running, chat(), path)
+        assert (status, body["error"]["code"]) == (404, "not_found"), path
+    with pytest.raises(openai.NotFoundError):
+        running.client().responses.create(model=MODEL, input="x")
+
+
+def test_nothing_behind_the_path_and_nothing_compressed(running: Running) -> None:
+    """What would be ignored is refused: parameters in the query, an encoding of the body."""
+    create: Any = running.client().chat.completions.create
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(model=MODEL, messages=TALK, max_tokens=2, extra_query={"seed": 1})
+    assert caught.value.code == "unsupported_parameter"
+    assert ask(running, "GET", "/v1/models?limit=1")[0] == 400
+    for encoding, status in (("gzip", 415), ("identity", 200)):
+        assert post(running, chat(), **{"Content-Encoding": encoding})[0] == status
 
 
 def test_without_a_chat_template() -> None:

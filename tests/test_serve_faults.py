@@ -3,65 +3,39 @@
 from __future__ import annotations
 
 import concurrent.futures
-import math
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
 import httpx2
 import openai
 import pytest
-import torch
-from torch import Tensor
 
-from fake import FakeTarget
-from scripted import Sampled, Scripted
-from serving import MODEL, VOCAB, Running, byte_tokenizer, serving, tiny_target, wait_until
-from speculant.drafts import load_draft
-from speculant.drafts.base import DraftRow
+from serving import (
+    MODEL,
+    TALK,
+    VOCAB,
+    ask,
+    byte_tokenizer,
+    plain,
+    serving,
+    slow,
+    tiny_target,
+    usual_drafts,
+    wait_until,
+)
 from speculant.engine import generate
-from speculant.proposal import Proposal
 from speculant.sampling import SamplingParams
-
-TALK: list[Any] = [{"role": "user", "content": "hello"}]
-
-
-class Slow(FakeTarget):
-    """Takes its time, so that a test can act while a request runs. `pace`: seconds a forward."""
-
-    pace = 0.01
-
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, Tensor | None]:
-        time.sleep(self.pace)
-        return super().forward(*args, **kwargs)
-
-
-def slow(pace: float = 0.01) -> Slow:
-    target = Slow(
-        1, VOCAB, context_length=1024, name=MODEL, sharpness=3.0, tokenizer=byte_tokenizer()
-    )  # type: ignore[arg-type]
-    target.pace = pace
-    return target
-
-
-def plain(target: FakeTarget) -> dict[str, Any]:
-    return {"none": load_draft("none", target)}
-
-
-def ask(running: Running, **more: Any) -> Any:
-    body: dict[str, Any] = {"model": MODEL, "messages": TALK, "max_tokens": 20, "temperature": 0}
-    extra = {"ignore_eos": True, **more.pop("extra_body", {})}
-    return running.client().chat.completions.create(**{**body, **more}, extra_body=extra)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot_within_a_round(stream: bool) -> None:
     target = slow(0.05)
     with serving(target, plain(target), max_rows=1) as running:
-        with pytest.raises(openai.APITimeoutError) if not stream else _nothing():
+        with pytest.raises(openai.APITimeoutError) if not stream else nullcontext():
             if stream:
                 left = ask(running, max_tokens=900, stream=True)
                 next(iter(left))
@@ -75,12 +49,6 @@ def test_a_client_that_leaves_frees_its_slot_within_a_round(stream: bool) -> Non
         assert ask(running, max_tokens=2).usage.completion_tokens == 2
         text = running.service.metrics.render().decode()
         assert f'request_failed_total{{model_name="{MODEL}",reason="cancelled"}} 1.0' in text
-
-
-class _nothing:  # noqa: N801
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *args: object) -> None: ...
 
 
 def test_a_full_queue_is_429_with_retry_after() -> None:
@@ -132,7 +100,6 @@ def test_a_long_prompt_does_not_stall_a_running_stream() -> None:
     """While a prompt of three chunks is prefilled, a stream gets a token a turn."""
     target = slow(0.005)
     with serving(target, plain(target), max_rows=2) as running:
-        moments: list[str] = []
         real = running.worker.engine.prefill
         worker = running.worker
         chunks: list[int] = []
@@ -140,7 +107,6 @@ def test_a_long_prompt_does_not_stall_a_running_stream() -> None:
         def prefill() -> None:
             pending = [r.pending for r in worker.engine._running if r.pending > 256]
             chunks.extend(pending)
-            moments.append("long" if pending else "none")
             real()
 
         worker.engine.prefill = prefill
@@ -178,6 +144,53 @@ def test_admission_takes_turns_between_requests() -> None:
         assert order == ["one", "eight"]
 
 
+def test_users_take_turns() -> None:
+    """One user's five requests, and then another's one: it is served second."""
+    target = slow(0.002)
+    with serving(target, plain(target), max_rows=1) as running:
+        order: list[str] = []
+
+        def run(user: str) -> None:
+            ask(running, user=user, max_tokens=10)
+            order.append(user)
+
+        busy = ask(running, max_tokens=100, stream=True)
+        next(iter(busy))
+        threads = []
+        for place, user in enumerate(["many", "many", "many", "many", "many", "one"]):
+            threads.append(threading.Thread(target=run, args=(user,)))
+            threads[-1].start()
+            wait_until(lambda: running.worker._inflight == place + 2)  # noqa: B023
+        busy.close()
+        for thread in threads:
+            thread.join(20)
+        assert order[1] == "one"
+        assert len(order) == 6
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("where", ["queue", "prefill"])
+def test_a_client_that_leaves_before_its_first_token(stream: bool, where: str) -> None:
+    """In the queue its place is free, in a long prompt its slot, within a forward."""
+    target = slow(0.05)
+    with serving(target, plain(target), max_rows=1) as running:
+        ask(running, max_tokens=1)  # whatever has to be imported first
+        busy = ask(running, max_tokens=900, stream=True) if where == "queue" else None
+        if busy:
+            next(iter(busy))
+        target.pace = 0.05 if busy else 0.5
+        held = 1 if busy else 0
+        prompt: list[Any] = [{"role": "user", "content": "a" * 1000}]
+        with pytest.raises(openai.APITimeoutError):
+            list(ask(running, messages=prompt, max_tokens=5, stream=stream, timeout=0.7))
+        before = target.num_forwards
+        wait_until(lambda: running.worker._inflight == held, 5)
+        assert target.num_forwards - before <= 3
+        target.pace = 0.0
+        if busy:
+            busy.close()
+
+
 def test_many_clients_get_what_the_library_gives() -> None:
     """Sixteen at once on four slots, sampled: each as if it were alone."""
     target = tiny_target()
@@ -189,8 +202,6 @@ def test_many_clients_get_what_the_library_gives() -> None:
             for i in range(16)
         ]  # fmt: skip
         answers = list(pool.map(lambda more: ask(running, **more), asked))
-    from serving import usual_drafts
-
     for more, out in zip(asked, answers, strict=True):
         given = more["extra_body"]["speculation"]  # type: ignore[index]
         name, depth = ("ngram", given) if isinstance(given, int) else (given, None)
@@ -201,72 +212,6 @@ def test_many_clients_get_what_the_library_gives() -> None:
             SamplingParams(**params, ignore_eos=True), **options,  # type: ignore[arg-type]
         )  # fmt: skip
         assert out.choices[0].message.content == want.text
-
-
-def state(running: Running, name: str) -> dict[str, Any]:
-    drafts = httpx2.get(f"{running.url}/speculation").json()["drafts"]
-    return next(d for d in drafts if d["name"] == name)  # type: ignore[no-any-return]
-
-
-def test_a_draft_of_which_nothing_is_accepted_is_switched_off(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    target = tiny_target()
-    params = SamplingParams(max_tokens=600, temperature=0, ignore_eos=True)
-    want = generate(target, load_draft("none", target), TALK, params)
-    never = next(t for t in range(VOCAB) if t not in want.token_ids)
-    drafts = {"wrong": Scripted(lambda tokens, budget: [never], 1), **plain(target)}
-    with serving(target, drafts) as running:
-        out = ask(running, max_tokens=600)
-        assert out.choices[0].message.content == want.text
-        assert "draft wrong is switched off" in caplog.text
-        told = state(running, "wrong")
-        assert (told["enabled"], told["reason"]) == (False, "acceptance")
-        again = ask(running, max_tokens=20)
-        assert again.metrics["speculative_decoding"]["draft"] == "none"
-        text = running.service.metrics.render().decode()
-        assert (
-            'draft_switched_off_total{draft="wrong",model_name="tiny",reason="acceptance"} 1'
-            in text
-        )
-        assert 'draft_enabled{draft="wrong",model_name="tiny"} 0.0' in text
-        running.worker.health["wrong"].off_until = 0.0  # the pause is over
-        assert ask(running).metrics["speculative_decoding"]["draft"] == "wrong"
-
-
-def test_nan_in_a_draft_switches_it_off() -> None:
-    target = tiny_target()
-    small = tiny_target(7, tokenizer=target.tokenizer)
-    small.head.fill_(math.nan)
-    drafts = {"vanilla": load_draft("vanilla", target, model=small), **plain(target)}
-    with serving(target, drafts) as running:
-        params = SamplingParams(max_tokens=200, seed=3, ignore_eos=True)
-        want = generate(target, load_draft("none", target), TALK, params)
-        out = ask(running, max_tokens=200, seed=3, temperature=1)
-        assert out.choices[0].message.content == want.text
-        assert state(running, "vanilla")["reason"] == "nan"
-
-
-def test_a_draft_that_fails_ends_its_rows_alone() -> None:
-    target = slow(0.003)
-
-    class Failing(Scripted):
-        def propose(self, rows: Sequence[DraftRow]) -> Proposal:
-            if any(len(row.tokens) > 60 for row in rows):
-                raise RuntimeError("boom")
-            return super().propose(rows)
-
-    drafts = {"failing": Failing(lambda tokens, budget: []), **plain(target)}
-    with serving(target, drafts, max_rows=4) as running:
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            other = pool.submit(ask, running, max_tokens=200, extra_body={"speculation": False})
-            with pytest.raises(openai.InternalServerError) as caught:
-                ask(running, max_tokens=100)
-            assert caught.value.status_code == 500
-            assert "boom" not in str(caught.value)
-            assert other.result().usage.completion_tokens == 200
-        assert state(running, "failing")["reason"] == "error"
-        assert ask(running, max_tokens=100).usage.completion_tokens == 100
 
 
 def test_a_target_that_breaks_fails_its_request_alone() -> None:
@@ -354,24 +299,3 @@ def test_the_deadline_of_a_worker_that_waits() -> None:
         with pytest.raises(openai.InternalServerError, match="longer than"):
             ask(running, max_tokens=900)
         stream.close()
-
-
-def test_sampled_drafts_stay_in_distribution_when_switched_off() -> None:
-    """Health is judged by counts of whole rounds, never by a token that was drawn (law 3)."""
-    from speculant.serve.health import Health
-    from speculant.step import Drafted
-
-    health = Health("d", True, 10**6, time.monotonic)
-    bad = Drafted([1], [-1], [], 1)
-    assert [health.observe(bad, 5) for _ in range(512)][-2:] == [None, "acceptance"]
-    health.switch_off("acceptance")
-    assert not health.usable()
-    assert health.pause_s == 600
-    good = Health("d", True, 10**6, time.monotonic)
-    assert all(good.observe(Drafted([1], [-1], [0], 1), 5) is None for _ in range(2000))
-    silent = Health("d", True, 100, time.monotonic)
-    none = Drafted([], [], [], 4)
-    assert all(silent.observe(none, 200) is None for _ in range(500))  # beyond its context
-    assert [silent.observe(none, 5) for _ in range(128)][-1] == "nan"
-    assert all(silent.observe(Drafted([], [], [], 0), 5) is None for _ in range(500))
-    assert isinstance(Sampled(lambda tokens: torch.ones(3)), Scripted)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
 import torch
+from pydantic import create_model
 
 from fake import FakeTarget
 from scripted import Scripted
@@ -33,6 +34,7 @@ ENUM: dict[str, Any] = {
     "required": ["c", "ok"],
     "additionalProperties": False,
 }
+Colour = create_model("Colour", c=(Literal["red", "green", "blue"], ...), ok=(bool, ...))
 TIGHT = dict.fromkeys((byte_id(c) for c in " \n\t"), -9.0)
 """A logit bias against white space, which a random model likes as much as anything."""
 TALK: list[Any] = [{"role": "user", "content": "colour?"}]
@@ -266,6 +268,8 @@ def test_the_client_gets_json(target: FakeTarget) -> None:
         )
         assert out.choices[0].finish_reason == "length"
         assert out.choices[0].message.content[0] in "{ \n\t"
+        parsed = client.chat.completions.parse(**asked, response_format=Colour)
+        assert isinstance(parsed.choices[0].message.parsed, Colour)
         bad = {"name": "x", "schema": {"not": {}}}
         with pytest.raises(openai.BadRequestError, match="cannot be enforced"):
             client.chat.completions.create(

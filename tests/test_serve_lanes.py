@@ -17,7 +17,6 @@ from speculant.heads.eagle3 import Eagle3Config, Eagle3Head
 from speculant.heads.medusa import MedusaConfig, MedusaHead
 from speculant.request import Completion, FairQueue
 from speculant.sampling import SamplingParams
-from speculant.serve.resume import resume
 from speculant.slots import Slots
 
 FIRST = [5, 9, 3, 7, 1, 2, 8, 6, 4, 11, 13, 12, 10, 15, 14, 20, 21, 22, 23, 24]
@@ -88,7 +87,7 @@ def test_warm_requests_accept_as_cold_ones(
     target: FakeTarget, name: str, temperature: float
 ) -> None:
     """The next turn of a conversation, one that goes another way, and one from the middle."""
-    engine = Engine(target, some_drafts(target)[name], capacity=200, resume=resume)
+    engine = Engine(target, some_drafts(target)[name], capacity=200, reuse=True)
     params = SamplingParams(max_tokens=12, temperature=temperature, seed=4, ignore_eos=True)
     first = submit(engine, FIRST, params)
     assert first.prompt_tokens == 0
@@ -117,7 +116,7 @@ def test_a_held_slot_goes_to_another_lane(target: FakeTarget) -> None:
     drafts = some_drafts(target)
     names = list(drafts)
     first, *others = drafts.values()
-    engine = Engine(target, first, max_rows=1, capacity=200, others=others, resume=resume)
+    engine = Engine(target, first, max_rows=1, capacity=200, others=others, reuse=True)
     prompt = list(FIRST)
     for i in range(10):
         lane = (3 * i + i // 7) % len(names)
@@ -174,7 +173,7 @@ def test_rerouting_in_the_middle(target: FakeTarget) -> None:
 
 
 def test_a_cancelled_row_leaves_its_neighbours_and_its_slot_clean(target: FakeTarget) -> None:
-    engine = Engine(target, eagle(target), max_rows=2, capacity=120, resume=resume)
+    engine = Engine(target, eagle(target), max_rows=2, capacity=120, reuse=True)
     gone, stays = engine.submit(FIRST, GREEDY), engine.submit(FIRST[:7], GREEDY)
     for _ in range(3):
         engine.step()

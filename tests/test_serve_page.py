@@ -3,57 +3,36 @@
 The target recites a text by position, and the draft knows which tokens it gets wrong.
 """
 
+# ruff: noqa: F401, F811 (pytest finds imported fixtures by their names)
+
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from browsing import (
     DEPTH,
     ORIGINS,
-    Browser,
     Locator,
     Reciting,
     Visitor,
-    chromium,
+    browser,
     drafts_of,
     ended,
     expect,
+    running,
     send,
     settings,
     shown_tokens,
+    target,
     told,
-    visiting,
+    visit,
 )  # fmt: skip
 from serving import MODEL, Running, serving
 
 pytestmark = pytest.mark.browser
-
-
-@pytest.fixture(scope="module")
-def target() -> Reciting:
-    return Reciting()
-
-
-@pytest.fixture(scope="module")
-def running(target: Reciting) -> Iterator[Running]:
-    with serving(target, drafts_of(target), max_rows=2, capacity=1000) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def visit(browser: Browser, running: Running) -> Iterator[Visitor]:
-    with visiting(browser, running) as visitor:
-        yield visitor
 
 
 def test_tokens_are_coloured_by_origin(visit: Visitor, running: Running) -> None:

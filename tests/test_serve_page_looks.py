@@ -1,9 +1,10 @@
 """The page for everyone: phones, keyboards, both themes, hostile text, other models, no network."""
 
+# ruff: noqa: F401, F811 (pytest finds imported fixtures by their names)
+
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,38 +15,21 @@ from browsing import (
     Page,
     Reciting,
     Visitor,
-    chromium,
+    browser,
     drafts_of,
     ended,
     expect,
+    running,
     send,
     settings,
     shown_tokens,
-    visiting,
+    target,
+    visit,
 )  # fmt: skip
 from serving import VOCAB, Running, serving
 
 pytestmark = pytest.mark.browser
 PHONE = {"viewport": {"width": 360, "height": 640}, "has_touch": True, "is_mobile": True}
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    target = Reciting()
-    with serving(target, drafts_of(target), max_rows=2, capacity=1000) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with chromium() as browser:
-        yield browser
-
-
-@pytest.fixture
-def visit(browser: Browser, running: Running) -> Iterator[Visitor]:
-    with visiting(browser, running) as visitor:
-        yield visitor
 
 
 def fits(page: Page) -> bool:
@@ -235,7 +219,7 @@ def test_a_model_without_a_chat_template(visit: Visitor, browser: Browser) -> No
 
 
 def test_a_draft_that_the_server_switched_off(visit: Visitor) -> None:
-    """The page says so, and the same message goes without it."""
+    """The answer comes without it, and the page says so."""
     target = Reciting()
     drafts = drafts_of(target)
     drafts["tree"].guess = lambda tokens, budget: [VOCAB] * budget  # no such token
@@ -243,14 +227,11 @@ def test_a_draft_that_the_server_switched_off(visit: Visitor) -> None:
         page = visit(server.url)
         settings(page, max_tokens=12)
         send(page)
-        assert "the engine failed" in page.locator("#error").inner_text().lower()
-        option = page.locator("#draft option").first
-        expect(option).to_have_text("tree (tree of 9) \u2013 switched off: it failed")
-        page.locator("#prompt").press("Enter")
-        page.locator(".run .tok").nth(11).wait_for()
-        ended(page)
+        assert len(shown_tokens(page.locator(".run"))) == 12
         assert {origin for _, origin in shown_tokens(page.locator(".run"))} == {"plain"}
         assert page.locator("#error").is_hidden()
+        option = page.locator("#draft option").first
+        expect(option).to_have_text("tree (tree of 9) \u2013 switched off: it failed")
         page.context.close()
 
 

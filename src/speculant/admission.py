@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .cache import KVCache
 from .constraint import ConstrainedHistory, Constraint
 from .control import Control, Track
 from .decode import Decoder, Row
-from .drafts.base import Draft, DraftRow
+from .drafts.base import Draft
 from .history import History
 from .metrics import Counters
 from .request import FairQueue
@@ -17,10 +16,6 @@ from .sampling import Random, SamplingParams
 from .slots import Slots, Taken
 from .target.base import Target
 from .text import TextStream
-
-Resume = Callable[[Draft, DraftRow, int], int]
-"""A request took `row.slot`, whose last request shared its first n tokens and used this draft:
-make the draft's state fit, and say how many of the n tokens the target need not run again."""
 
 
 @dataclass
@@ -68,13 +63,11 @@ class Admission:
     """Gives the slots of a cache to requests in turn, and takes them back.
 
     capacity: most tokens (prompt + output) of a request
-    resume:   keep what a finished request left in its slot, for one that begins the same way
+    reuse:    keep what a finished request left in its slot, for one that begins the same way
     """
 
-    def __init__(
-        self, target: Target, cache: KVCache, capacity: int, resume: Resume | None
-    ) -> None:
-        self.target, self.cache, self.capacity, self.resume = target, cache, capacity, resume
+    def __init__(self, target: Target, cache: KVCache, capacity: int, reuse: bool) -> None:
+        self.target, self.cache, self.capacity, self.reuse = target, cache, capacity, reuse
         self.slots = Slots(len(cache.lengths))
         self.waiting: FairQueue[Request] = FairQueue()
 
@@ -92,7 +85,7 @@ class Admission:
     def leave(self, request: Request, sound: bool) -> None:
         """Free a request's slot. sound: it ended by itself; else NaN may lie in its row."""
         row, lane = request.running, request.lane
-        if self.resume and sound:
+        if self.reuse and sound:
             self.slots.hold(row.slot, row.tokens[:-1], lane.index)
             return
         self.cache.truncate(row.slot, 0)
@@ -122,8 +115,8 @@ class Admission:
         """Make the draft and the cache ready for a request; how many tokens need no prefill."""
         row, kept = request.running, 0
         held, draft = taken.held, request.lane.draft
-        if held and held.lane == request.lane.index and self.resume and taken.shared:
-            kept = self.resume(draft, row, min(taken.shared, len(row.tokens) - 1))
+        if held and held.lane == request.lane.index and self.reuse and taken.shared:
+            kept = draft.resume(row, min(taken.shared, len(row.tokens) - 1))
         else:
             if held:
                 lanes[held.lane].draft.close(row.slot)

@@ -13,8 +13,9 @@ from .commands.chat import chat
 from .commands.check import check
 from .commands.demo import demo
 from .commands.eval import evaluate
-from .commands.export import check_export, export, import_folder
+from .commands.export import check_export, export
 from .commands.generate import generate
+from .commands.import_head import import_folder
 from .commands.profile import profile
 from .commands.serve import serve
 from .commands.simulate import simulate

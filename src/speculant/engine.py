@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
-from .admission import Admission, Lane, Request, Resume
+from .admission import Admission, Lane, Request
 from .constraint import Constraint
 from .control import Control, Fixed
 from .decode import Decoder
@@ -30,7 +30,7 @@ class Engine:
     control:   how deep the first lane drafts a round, instead of num_draft_tokens
     rule:      acceptance rule of sampled chains, "block" or "token"
     others:    further drafts, for requests that choose one: lanes 1, 2, ...; `draft` is lane 0
-    resume:    keep what a finished request left in its slot, for one that begins the same way
+    reuse:     keep what a finished request left in its slot, for one that begins the same way
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Engine:
         control: Control | None = None,
         rule: str = "block",
         others: Sequence[Draft] = (),
-        resume: Resume | None = None,
+        reuse: bool = False,
     ) -> None:
         if max_rows < 1:
             raise ValueError(f"max_rows is {max_rows}: it must be at least 1")
@@ -67,7 +67,7 @@ class Engine:
             self.lanes.append(Lane(index, each, decoder, Fixed(each.info.depth)))
         depth = most if num_draft_tokens is None else min(num_draft_tokens, most)
         self.lanes[0].control = control or Fixed(depth)
-        self._admission = Admission(target, self.cache, self.capacity, resume)
+        self._admission = Admission(target, self.cache, self.capacity, reuse)
         self._running: list[Request] = []
         self._next = self._turn = 0
 
@@ -167,6 +167,10 @@ class Engine:
     def slots(self) -> list[tuple[int, int]]:
         """(request, cache slot) of every running request whose prompt is cached."""
         return [(r.number, r.running.slot) for r in self._running if not r.pending]
+
+    def lengths(self) -> dict[int, int]:
+        """Request -> tokens that its row holds, prompt and committed output, of every running one."""
+        return {r.number: len(r.running.tokens) for r in self._running}
 
     def complete(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]

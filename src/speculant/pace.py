@@ -21,11 +21,14 @@ ROUNDS = 6
 """Rounds of drafting that are timed at each depth."""
 
 
-def measure_costs(target: Target, draft: Draft, num_draft_tokens: int | None = None) -> Costs:
-    """Time the target's forward and the draft at the depths that it can draft, batch 1.
+def measure_costs(
+    target: Target, draft: Draft, num_draft_tokens: int | None = None, batch: int = 1
+) -> Costs:
+    """Time rounds of `batch` rows at the depths that a draft can draft: the target's forward and it.
 
     num_draft_tokens: deepest; None: the draft's own. A chain may go 0 to that deep, a tree is drafted
-    whole or not at all. Takes some forty forwards.
+    whole or not at all. Takes some forty forwards; at batch sizes above 1, where a forward's time
+    grows evenly with its rows, only the shallowest, a middle and the deepest are timed.
     """
     most = draft.info.depth if num_draft_tokens is None else num_draft_tokens
     if most < 1:
@@ -34,9 +37,11 @@ def measure_costs(target: Target, draft: Draft, num_draft_tokens: int | None = N
     depths = (0, most) if tree else tuple(range(most + 1))
     window = draft.info.max_window
     rows = tuple(1 + window + (draft.info.max_nodes if tree and d else d) for d in depths)
-    forward = forward_times(target, sorted({1, *rows}))
-    nothing = _draft_ms(target, draft, 0)
-    ends = [_draft_ms(target, draft, d) for d in ((most,) if tree or most == 1 else (1, most))]
+    timed = {1, *rows} if batch == 1 else {rows[0], rows[len(rows) // 2], rows[-1]}
+    forward = forward_times(target, sorted(timed), batch=batch)
+    nothing = _draft_ms(target, draft, 0, batch)
+    deep = (most,) if tree or most == 1 else (1, most)
+    ends = [_draft_ms(target, draft, d, batch) for d in deep]
     if tree or most == 1:
         drafted: tuple[float, ...] = (nothing, ends[0])
     else:  # a step costs the same at every depth
@@ -84,22 +89,26 @@ class ForwardTimer:
 
 
 def forward_times(
-    target: Target, rows: Sequence[int], context: int = CONTEXT, repeats: int = REPEATS
+    target: Target,
+    rows: Sequence[int],
+    context: int = CONTEXT,
+    repeats: int = REPEATS,
+    batch: int = 1,
 ) -> tuple[tuple[int, float], ...]:
-    """(rows, ms) of a forward of so many tokens behind cached ones, medians."""
+    """(rows, ms) of a forward of so many tokens behind cached ones in each row of a batch, medians."""
     context = min(context, target.info.context_length - max(rows) - 1)
-    timer = ForwardTimer(target, rows, context)
+    timer = ForwardTimer(target, rows, context, (batch,))
     timer.run(WARM_UP + repeats)
     return tuple((k, median) for (_, k), (median, _) in timer.medians().items())
 
 
-def _draft_ms(target: Target, draft: Draft, depth: int) -> float:
+def _draft_ms(target: Target, draft: Draft, depth: int, batch: int) -> float:
     """Milliseconds a round that a draft takes at a depth, keeping itself up to date included."""
     prompt = [5 + i % 7 for i in range(min(48, target.info.context_length // 2))]
     params = SamplingParams(
         max_tokens=ROUNDS * (depth + 1) + 2, temperature=0.0, ignore_eos=True, seed=0
     )
     capacity = min(target.info.context_length, len(prompt) + params.max_tokens + 1)
-    engine = Engine(target, draft, capacity=capacity, num_draft_tokens=depth)
-    done = engine.complete([prompt], [params])[0].metrics
+    engine = Engine(target, draft, max_rows=batch, capacity=capacity, num_draft_tokens=depth)
+    done = engine.complete([prompt] * batch, [params] * batch)[0].metrics
     return done.draft_ms / max(1, done.target_forwards)

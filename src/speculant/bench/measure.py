@@ -1,281 +1,263 @@
-"""What one machine does: t(k), the loop's own time, speed against plain and transformers, memory.
-
-Runs of the contenders alternate, after a warm-up, and medians are compared, so that a machine
-that slows down slows all of them. Every contender counts the tokens it appended to the prompt.
-"""
+"""`speculant bench`: everything of one target on one machine, measured in one run."""
 
 from __future__ import annotations
 
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..control import Adaptive
 from ..drafts import load_draft
-from ..drafts.base import Draft
-from ..engine import generate
-from ..metrics import Counters
-from ..pace import forward_times, measure_costs
-from ..request import prompt_ids
+from ..engine import generate_many
 from ..sampling import SamplingParams
 from ..target.base import Target
-from .profile import parameters, weight_bytes
-from .prompts import PROMPTS
+from ..target.load import load_target, resolve
+from ..train.prompts import looping
+from .acceptance import Skipped
+from .asked import Asked, ask, groups
+from .contenders import PLAIN, Contender, Peer, is_adaptive, ours
+from .grid import Plan, Tally, run_grid
+from .host import BUSY, describe, fit_together, peak_memory, versions
 from .quality import Quality, quality
+from .questions import Question, spread
+from .roofline import CONTEXT, Forward, Forwards, Roofline
+from .speeds import Adapted, Speed, adapted, speeds
+from .visitors import enter_peers, wanted_peers
 
-ROWS = (1, 2, 4, 8, 16, 32, 64)
-CONTEXT = 256
-BASELINE_MB = 300  # the issue's allowance beside weights and cache
-
-
-@dataclass(frozen=True)
-class Speed:
-    """One contender over the prompts: medians over runs."""
-
-    name: str
-    tokens_per_s: float
-    spread: float  # (largest - smallest) / median over runs
-    per_task: dict[str, float]
-    counters: dict[str, Any] = field(default_factory=dict)
+QUALITY_BATCH = 8
+Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class CoreReport:
-    """All measurements of one run."""
+@dataclass
+class Report:
+    """All measurements of one run. notes: what a reader must know, a line each.
+
+    forward, memory_mb, quality: by the name of the weights
+    """
 
     settings: dict[str, Any]
-    forward_ms: dict[int, float]
-    loop_share: dict[str, float]
-    speeds: list[Speed]
-    memory_mb: dict[str, float]
-    quality: Quality | None = None
+    machine: dict[str, Any] = field(default_factory=describe)
+    versions: dict[str, str] = field(default_factory=versions)
+    questions: dict[str, Any] = field(default_factory=dict)
+    speeds: list[Speed] = field(default_factory=list)
+    adapted: list[Adapted] = field(default_factory=list)
+    forward: dict[str, Forward] = field(default_factory=dict)
+    roofline: Roofline | None = None
+    memory_mb: dict[str, dict[str, float]] = field(default_factory=dict)
+    quality: dict[str, Quality] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
 
 
-def measure_speeds(
-    contenders: dict[str, Callable[[str], tuple[int, float, Counters | None]]],
-    runs: int,
-    progress: Callable[[str], None],
-) -> list[Speed]:
-    """Tokens per second of every contender (prompt -> tokens, decode ms, counters)."""
-    rates: dict[str, list[float]] = {name: [] for name in contenders}
-    per_task: dict[str, dict[str, list[float]]] = {n: {t: [] for t in PROMPTS} for n in contenders}
-    counted = {name: Counters() for name in contenders}
-    for run in range(runs + 1):  # run 0 warms up
-        totals: dict[str, list[float]] = {name: [0.0, 0.0] for name in contenders}
-        for task, prompt in PROMPTS.items():
-            for name, contender in contenders.items():
-                progress(f"run {run}/{runs}  {task}  {name}")
-                tokens, ms, counters = contender(prompt)
-                totals[name][0] += tokens
-                totals[name][1] += ms
-                if run:
-                    per_task[name][task].append(1e3 * tokens / ms)
-                if run and counters is not None:
-                    counted[name].merge(counters)
-        for name, (emitted, spent) in totals.items() if run else ():
-            rates[name].append(1e3 * emitted / spent)
-    out = []
-    for name, seen in rates.items():
-        middle = statistics.median(seen)
-        tasks = {task: statistics.median(v) for task, v in per_task[name].items()}
-        spread = (max(seen) - min(seen)) / middle
-        counts = counted[name].as_dict() if counted[name].target_forwards else {}
-        out.append(Speed(name, middle, spread, tasks, counts))
-    return out
+@dataclass(frozen=True)
+class Prompts:
+    """first: the turns that are answered; skipped: those that are too long; groups: `first` by batch
+    size, filled up from other questions."""
+
+    first: list[Asked]
+    skipped: list[Skipped]
+    groups: dict[int, list[list[Asked]]]
 
 
-def parse_contender(spec: str) -> tuple[str, int, str]:
-    """`NAME`, `NAME:NODES`, `NAME@DEPTH` or `NAME@auto` as (name, nodes, depth): 0, "" not given."""
-    rest, _, depth = spec.partition("@")
-    name, _, nodes = rest.partition(":")
-    if nodes and not (nodes.isdecimal() and int(nodes)):
-        raise ValueError("after the colon comes a number of nodes")
-    if ("@" in spec or depth) and depth != "auto" and not (depth.isdecimal() and int(depth)):
-        raise ValueError("after the @ comes a depth from 1, or auto")
-    return name, int(nodes or 0), depth
-
-
-def drafted(target: Target, spec: str, params: SamplingParams) -> Callable[..., Any]:
-    """The contender of a spec, see `parse_contender`; auto adapts its depth."""
-    name, nodes, depth = parse_contender(spec)
-    draft = load_draft(name, target, **({"tree": nodes} if nodes else {}))
-    if depth == "auto":
-        return ours(target, draft, params, control=Adaptive(measure_costs(target, draft)))
-    if depth and int(depth) > draft.info.depth:
-        draft = load_draft(name, target, num_draft_tokens=int(depth))
-    return ours(target, draft, params, **({"num_draft_tokens": int(depth)} if depth else {}))
-
-
-def ours(
-    target: Target, draft: Draft, params: SamplingParams, **options: Any
-) -> Callable[..., Any]:
-    """A contender that decodes with a draft; time without the prompt's prefill."""
-
-    def run(prompt: str) -> tuple[int, float, Counters | None]:
-        out = generate(target, draft, prompt, params, **options)
-        return len(out.token_ids), out.metrics.decode_ms, out.metrics
-
-    return run
-
-
-def transformers_plain(folder: str, target: Target, params: SamplingParams) -> Callable[..., Any]:
-    """transformers' greedy `generate` on the same weights, dtype and threads.
-
-    Its prefill is taken off by timing a generation of one token, so that both count decoding only.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=target.info.dtype).eval()
-
-    def timed(ids: torch.Tensor, count: int) -> tuple[int, float]:
-        began = time.perf_counter()
-        out = model.generate(ids, max_new_tokens=count, do_sample=False)
-        return int(out.shape[1] - ids.shape[1]), 1e3 * (time.perf_counter() - began)
-
-    def run(prompt: str) -> tuple[int, float, Counters | None]:
-        ids = torch.tensor([prompt_ids(target, prompt)])
-        _, first = timed(ids, 1)
-        tokens, whole = timed(ids, params.max_tokens)
-        return tokens - 1, whole - first, None
-
-    return run
-
-
-def peak_memory(
-    target_name: str, target: Target, max_tokens: int, weights: str = ""
-) -> dict[str, float]:
-    """Peak resident memory (MB) of a fresh process that generates, and what it is made of. Linux."""
-    code = (
-        "import speculant\n"
-        f"t = speculant.load_target({target_name!r}, weights={weights!r})\n"
-        "d = speculant.load_draft('ngram', t)\n"
-        f"p = speculant.SamplingParams(max_tokens={max_tokens}, temperature=0.0)\n"
-        f"speculant.generate(t, d, {PROMPTS['coding']!r}, p)\n"
-        # not getrusage: a child's figure there starts from its parent's
-        "print([line.split()[1] for line in open('/proc/self/status') if 'VmHWM' in line][0])\n"
-    )
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-    capacity = len(prompt_ids(target, PROMPTS["coding"])) + max_tokens
-    return {
-        "peak": float(out.strip().splitlines()[-1]) / 1e3,
-        "weights": weight_bytes(target, parameters(target)) / 1e6,
-        "cache": target.new_cache(1, capacity).nbytes / 1e6,
-    }
-
-
-def measure_core(
+def measure(
     target_name: str,
-    drafts: Sequence[str],
-    max_tokens: int,
-    runs: int,
-    peers: bool,
-    progress: Callable[[str], None],
-    weights: str = "",
-) -> CoreReport:
-    """Everything, for one target. weights: see `load_target`."""
-    from ..target.load import load_target, resolve
+    plan: Plan,
+    questions: Sequence[Question],
+    source: str,
+    command: str = "",
+    progress: Progress = lambda text: None,
+) -> Report:
+    """Run the plan on questions out of `source`.
 
-    target = load_target(target_name, weights=weights)
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
-    contenders = {"plain": ours(target, load_draft("none", target), params)}
-    for name in drafts:
-        contenders[name] = drafted(target, name, params)
-    if peers:
-        folder = str(resolve(target_name)[0])
-        contenders["transformers"] = transformers_plain(folder, target, params)
-    rounded = _quality(target_name, target, params, progress) if weights else None
-    progress("t(k)")
-    times = dict(forward_times(target, ROWS, CONTEXT, repeats=15))
-    speeds = measure_speeds(contenders, runs, progress)
-    progress("memory")
-    shares = {s.name: s.counters["loop_share"] for s in speeds if s.counters}
-    settings = {
-        "target": target_name,
-        "dtype": str(target.info.dtype).removeprefix("torch."),
-        "weights": weights or "as dtype",
-        "threads": torch.get_num_threads(),
-        "max_tokens": max_tokens,
-        "runs": runs,
-        "torch": torch.__version__,
-        "temperature": 0.0,
-        "batch": 1,
-        "context_of_t(k)": CONTEXT,
-    }
-    memory = peak_memory(target_name, target, max_tokens, weights)
-    return CoreReport(settings, times, shares, speeds, memory, rounded)
-
-
-def _quality(
-    name: str, target: Target, params: SamplingParams, progress: Callable[[str], None]
-) -> Quality:
-    """What the rounding changed, on greedy answers of the target in float32."""
-    from ..target.load import load_target
-
-    progress("quality of the weights")
-    reference = load_target(name)
-    plain, texts = load_draft("none", reference), []
-    for prompt in PROMPTS.values():
-        ids = prompt_ids(reference, prompt)
-        out = generate(reference, plain, prompt, params)
-        texts.append(([*ids, *out.token_ids], len(ids)))
-    return quality(reference, target, texts)
-
-
-def render(report: CoreReport) -> str:
-    """Markdown tables."""
-    s = report.settings
-    base = report.forward_ms[1]
-    lines = [
-        f"{s['target']}, {s['dtype']}, weights {s['weights']}, {s['threads']} threads, batch 1, "
-        f"temperature 0, {s['max_tokens']} tokens, medians of {s['runs']} runs",
-        "",
-        "| contender | tokens/s | against plain | spread | acceptance | mean length | loop's own |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    plain = next(speed for speed in report.speeds if speed.name == "plain").tokens_per_s
-    for speed in report.speeds:
-        c = speed.counters
-        rate = f"{c['draft_acceptance_rate']:.0%}" if c and c["num_drafts"] else ""
-        length = f"{c['mean_acceptance_length']:.2f}" if c and c["num_drafts"] else ""
-        own = f"{report.loop_share[speed.name]:.1%}" if c else ""
-        lines.append(
-            f"| {speed.name} | {speed.tokens_per_s:.1f} | {speed.tokens_per_s / plain:.2f}x "
-            f"| {speed.spread:.0%} | {rate} | {length} | {own} |"
+    Targets of several weights are held in memory together, so that they alternate; where they do not
+    fit, they are measured one after the other, and a note says so. Raises LoadError and ValueError
+    for what cannot be loaded or does not go together.
+    """
+    report = Report(settings(target_name, plan, command))
+    load = report.machine["load"]
+    if load is not None and load > BUSY:
+        report.notes.append(
+            f"the machine was busy when this began (load {load:.1f}): speeds are lower than on an "
+            "idle one, and ratios less sure"
         )
-    lines += ["", f"| rows k | t(k) ms behind {CONTEXT} tokens | t(k) / t(1) |", "|---|---|---|"]
-    lines += [f"| {k} | {t:.1f} | {t / base:.2f} |" for k, t in report.forward_ms.items()]
-    m = report.memory_mb
-    rest = m["peak"] - m["weights"] - m["cache"]
-    lines += [
-        "",
-        f"Peak memory {m['peak']:.0f} MB: weights {m['weights']:.0f}, cache {m['cache']:.0f}, "
-        f"the rest {rest:.0f} (allowed {BASELINE_MB}).",
+    if report.settings["adaptive"] and max(plan.batches) > 1:
+        report.notes.append("adaptive depth knows what rounds cost at batch 1, at every batch size")
+    folder, _ = resolve(target_name)
+    together = fit_together(folder, plan.weights)
+    if not together:
+        report.notes.append(
+            "the weights do not fit into memory together: they were measured one after the other, "
+            "so compare tokens/s between them with care"
+        )
+    prompts: Prompts | None = None
+    tallies: list[Tally] = []
+    for weights in [plan.weights] if together else [(w,) for w in plan.weights]:
+        progress("loading")
+        targets = {label(w): load_target(target_name, weights=w) for w in weights}
+        first = next(iter(targets.values()))
+        peers = [] if tallies else _peers(str(folder), first, plan, report.notes)
+        if prompts is None:
+            prompts = choose(first, plan, questions, report.notes)
+            report.questions = asked_of(source, prompts)
+        found = _session(targets, plan, prompts, peers, report, progress)
+        if not tallies:
+            count_loops(report, first, found)
+        tallies += found
+        del targets, first  # before the next ones load
+    assert prompts is not None
+    report.speeds = speeds(tallies)
+    report.adapted = adapted(report.speeds)
+    beside_speed(report, target_name, plan, prompts.first, progress)
+    return report
+
+
+def label(weights: str) -> str:
+    """What weights are called: "" is the dtype that the CPU computes in."""
+    return weights or "float32"
+
+
+def settings(target_name: str, plan: Plan, command: str) -> dict[str, Any]:
+    """Everything a reader needs to repeat it."""
+    adaptive = any(is_adaptive(spec) for spec in plan.drafts)
+    return {
+        "command": command,
+        "target": target_name,
+        **asdict(plan),
+        "weights": [label(w) for w in plan.weights],
+        "threads": torch.get_num_threads(),
+        "context_of_t(k)": CONTEXT,
+        "tokens_per_s": "tokens appended to the prompts / time of decoding, prefill left out; of a "
+        "peer, whose prefill gives the first token, those behind it",
+        "seeds": "of question and turn: the same for every contender and run",
+        "adaptive": "costs measured once, at batch 1, before the runs" if adaptive else "",
+    }
+
+
+def choose(target: Target, plan: Plan, questions: Sequence[Question], notes: list[str]) -> Prompts:
+    """The turns to answer. Raises ValueError where none fits into the context."""
+    chosen = spread(questions, plan.limit or len({q.category for q in questions}))
+    first, skipped = ask(target, chosen, plan.max_tokens)
+    if not first:
+        raise ValueError("no question leaves room for its answer in the target's context")
+    used = {q.question_id for q in chosen}
+    rest = [
+        Question(q.question_id, q.category, q.turns[:1])
+        for q in questions
+        if q.question_id not in used
     ]
-    if report.quality is not None:
-        q = report.quality
-        lines += [
-            "",
-            f"Weights {s['weights']} against float32, over {q.tokens} tokens of greedy answers: "
-            f"perplexity {q.perplexity:.4f} against {q.reference_perplexity:.4f}, the same likeliest "
-            f"token in {q.agreement:.2%}, divergence {q.divergence:.2e} nats.",
-        ]
-    names = [speed.name for speed in report.speeds]
-    lines += ["", "| tokens/s | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
-    for task in PROMPTS:
-        cells = " | ".join(f"{speed.per_task[task]:.1f}" for speed in report.speeds)
-        lines.append(f"| {task} | {cells} |")
-    return "\n".join(lines)
+    missing = max(-len(first) % batch for batch in plan.batches)
+    more: list[Asked] = []
+    if rest and missing:
+        more, _ = ask(target, spread(rest, missing), plan.max_tokens)
+    if missing > len(more):
+        notes.append("the last group of a batch repeats questions, since there are no others")
+    if skipped:
+        notes.append(f"{len(skipped)} turns do not fit into the context: left out")
+    return Prompts(first, skipped, {b: groups(first, more, b) for b in sorted(plan.batches)})
+
+
+def asked_of(source: str, prompts: Prompts) -> dict[str, Any]:
+    """What was asked, for the report."""
+    lengths = [len(a.ids) for a in prompts.first]
+    tasks = [a.question.category for a in prompts.first]
+    return {
+        "source": source,
+        "questions": len({a.question.question_id for a in prompts.first}),
+        "prompts": len(prompts.first),
+        "tasks": {task: tasks.count(task) for task in dict.fromkeys(tasks)},
+        "prompt_tokens": {
+            "least": min(lengths),
+            "median": statistics.median(lengths),
+            "most": max(lengths),
+        },
+        "skipped": [
+            {"question_id": s.question.question_id, "turn": s.turn + 1, "tokens": s.tokens}
+            for s in prompts.skipped
+        ],
+    }
+
+
+def count_loops(report: Report, target: Target, tallies: Sequence[Tally]) -> None:
+    """Note how many of the plain answers go in circles: any draft guesses those."""
+    plain = next(t for t in tallies if t.entry.name == PLAIN)
+    loops = [ids for ids in plain.texts.values() if looping(target.tokenizer.decode(list(ids)))]
+    report.questions["repetition_loops"] = len(loops)
+    if loops:
+        report.notes.append(
+            f"{len(loops)} of {len(plain.texts)} plain answers are repetition loops, which any "
+            "draft guesses"
+        )
+
+
+def _peers(folder: str, target: Target, plan: Plan, notes: list[str]) -> list[Peer]:
+    """The peers to measure. Raises ValueError for the name of one that there is none of."""
+    found = wanted_peers(folder, target, plan.drafts, plan.peers)
+    if found and not (1 in plan.batches and 0.0 in plan.temperatures):
+        notes.append("peers are measured at batch 1 and temperature 0: not here")
+        return []
+    return found
+
+
+def _session(
+    targets: Mapping[str, Target],
+    plan: Plan,
+    prompts: Prompts,
+    peers: Sequence[Peer],
+    report: Report,
+    progress: Progress,
+) -> list[Tally]:
+    """Measure the targets that are in memory, and the peers beside them."""
+    entered: list[Contender] = []
+    for weights, target in targets.items():
+        for spec in (PLAIN, *plan.drafts):
+            progress(f"preparing {spec}, {weights}")
+            axes = (plan.temperatures, plan.batches, plan.max_tokens)
+            entered += ours(target, weights, spec, *axes)
+    with ExitStack() as stack:
+        running, versions, notes = enter_peers(peers, plan.max_tokens, stack, progress)
+        entered += running
+        report.versions |= {name: version for name, version in versions.items() if version}
+        report.notes += notes
+        progress("t(k)")
+        forwards = Forwards(dict(targets))
+        tallies = run_grid(entered, prompts.groups, plan.runs, forwards.keep_up, progress)
+    report.forward |= forwards.figures()
+    report.roofline = report.roofline or forwards.roofline()
+    report.notes += [f"{t.entry.name} was given up: {t.failed}" for t in tallies if t.failed]
+    return tallies
+
+
+def beside_speed(
+    report: Report, name: str, plan: Plan, asked: Sequence[Asked], progress: Progress
+) -> None:
+    """Memory, and what rounding the weights changes: two targets in memory at most."""
+    rounded = [w for w in plan.weights if w not in ("", "float32")]
+    reference = load_target(name) if rounded else None
+    texts = _texts(reference, asked, plan.max_tokens) if reference is not None else []
+    for weights in plan.weights:
+        target = load_target(name, weights=weights)
+        if reference is not None and weights in rounded:
+            progress(f"quality of {weights}")
+            report.quality[weights] = quality(reference, target, texts)
+        if Path("/proc/self/status").is_file():
+            progress(f"memory, {label(weights)}")
+            try:
+                peak = peak_memory(name, target, plan.max_tokens, weights)
+                report.memory_mb[label(weights)] = peak
+            except OSError as error:
+                report.notes.append(f"peak memory, {label(weights)}: {error}")
+
+
+def _texts(target: Target, asked: Sequence[Asked], max_tokens: int) -> list[tuple[list[int], int]]:
+    """Greedy answers behind their prompts, and how long those are."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    prompts = [list(a.ids) for a in asked]
+    done = generate_many(target, load_draft("none", target), prompts, params, QUALITY_BATCH)
+    return [(p + d.token_ids, len(p)) for p, d in zip(prompts, done, strict=True)]

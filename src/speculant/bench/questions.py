@@ -11,6 +11,8 @@ from typing import Any
 from .prompts import PROMPTS
 
 KEYS = ("question_id", "category", "turns")
+BUNDLED = Path(__file__).parent / "data" / "questions.jsonl"
+"""Eighty questions of our own writing over ten tasks, eight each, for the benchmark."""
 
 
 @dataclass(frozen=True)

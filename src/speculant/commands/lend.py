@@ -38,6 +38,7 @@ class Lent:
         return replace(
             given,
             num_layers=self.fingerprint["num_layers"],
+            hidden_size=self.fingerprint["hidden_size"],
             fingerprint=self.fingerprint,
             embedding=self.parts.embedding,
             lm_head=self.parts.unembedding,

@@ -15,6 +15,7 @@ from ..options import (
     DraftName,
     Dtype,
     Force,
+    IsAdaptive,
     NumDraft,
     Rule,
     TargetName,
@@ -44,6 +45,7 @@ def serve(
     num_draft_tokens: NumDraft = None,
     tree: Tree = None,
     force: Force = False,
+    adaptive: IsAdaptive = False,
     offer: Annotated[
         list[str] | None,
         typer.Option("--offer", help="Another draft for requests to choose, NAME or NAME:NODES."),
@@ -101,8 +103,9 @@ def serve(
         if engine not in ENGINES:
             raise ValueError(f"unknown engine {engine!r}: choose {' or '.join(ENGINES)}")
         if engine == "vllm":
-            from .serve_vllm import Wish, serve_with_vllm
+            from .serve_vllm import Wish, check_flags, serve_with_vllm
 
+            check_flags(context)
             wish = Wish(draft, draft_model, num_draft_tokens, tree, dtype, force)
             access = (host, port, api_key, allow_public)
             serve_with_vllm(target, wish, access, name, context.args, dry_run)
@@ -150,6 +153,7 @@ def serve(
             "capacity": context_length,
             "num_draft_tokens": num_draft_tokens,
             "rule": rule,
+            "adaptive": adaptive,
             "reuse": prefix_reuse,
         }
         start(pair, draft, offers, settings, name, shape)

@@ -8,6 +8,21 @@ from pathlib import Path
 
 import typer
 
+SHARED = {
+    "target", "draft", "draft_model", "num_draft_tokens", "tree", "force", "host", "port", "api_key",
+    "allow_public", "name", "engine", "dry_run", "dtype", "help",
+}  # fmt: skip
+"""Parameters of `serve` that mean something to vLLM too."""
+
+
+def check_flags(context: typer.Context) -> None:
+    """Raise ValueError for a flag of our engine: vLLM would not see it, and it would be ignored."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source and source.name == "COMMANDLINE" and parameter.name not in SHARED:
+            flag = parameter.opts[0]
+            raise ValueError(f"{flag} is our engine's: leave it out, or give vLLM's own flag")
+
 
 @dataclass(frozen=True)
 class Wish:

@@ -47,16 +47,27 @@ def choose_taps(source: str, imported: Imported) -> tuple[Imported, dict[str, fl
 def written_texts(target: Target) -> list[list[int]]:
     """Token ids of the built-in prompts with the target's greedy answers."""
     from ..bench.prompts import PROMPTS
+
+    return [ids for ids, _ in answered(target, list(PROMPTS.values()), MAX_TOKENS)]
+
+
+def answered(target: Target, texts: Sequence[str], max_tokens: int) -> list[tuple[list[int], int]]:
+    """Token ids of prompts with the target's greedy answers, and how many of them are the prompt.
+
+    Prompts that leave no room for an answer are left out.
+    """
     from ..drafts import load_draft
     from ..engine import generate_many
     from ..request import prompt_ids
     from ..sampling import SamplingParams
 
-    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-    room = target.info.context_length - MAX_TOKENS
-    prompts = [ids for ids in (prompt_ids(target, p) for p in PROMPTS.values()) if len(ids) < room]
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    room = target.info.context_length - max_tokens
+    prompts = [ids for ids in (prompt_ids(target, text) for text in texts) if len(ids) < room]
     answers = generate_many(target, load_draft("none", target), prompts, params)
-    return [ids + answer.token_ids for ids, answer in zip(prompts, answers, strict=True)]
+    return [
+        (ids + answer.token_ids, len(ids)) for ids, answer in zip(prompts, answers, strict=True)
+    ]
 
 
 def measure(
@@ -114,6 +125,6 @@ def first_logits(target: Target, head: Eagle3Head, text: list[int], taps: Tensor
 
     from ..heads.layers import causal
 
-    embedded = target.embed(torch.tensor([text[1:-1]])).float()
+    embedded = (head.own_embedding or target.embed)(torch.tensor([text[1:-1]])).float()
     positions = torch.arange(len(text) - 2)[None]
     return head.logits(head(embedded, head.fuse(taps)[None], positions, causal))[0]

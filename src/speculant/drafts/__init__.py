@@ -194,9 +194,12 @@ def _check_head(head: Any, target: Target, force: bool) -> None:
     c, info = head.config, target.info
     if c.target and info.folder is not None and not force:
         check_target(head, target_fingerprint(info.folder, target.tokenizer), info.name)
-    if (c.hidden_size, c.vocab_size) != (info.hidden_size, info.vocab_size):
+    size = getattr(
+        c, "state_size", c.hidden_size
+    )  # of the target's states; an EAGLE head may differ
+    if (size, c.vocab_size) != (info.hidden_size, info.vocab_size):
         raise ValueError(
-            f"the head is for hidden size {c.hidden_size} and vocabulary {c.vocab_size}; "
+            f"the head is for hidden size {size} and vocabulary {c.vocab_size}; "
             f"{info.name} has {info.hidden_size} and {info.vocab_size}"
         )
     taps = getattr(c, "taps", ())  # a vanilla draft reads none

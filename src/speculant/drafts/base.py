@@ -85,6 +85,16 @@ class Draft(Protocol):
         """A request took `row.slot`; its tokens are the whole prompt (the last is the root)."""
         ...
 
+    def resume(self, row: DraftRow, shared: int) -> int:
+        """As `open`, of a slot that was not closed: its last request began with the same `shared`
+        tokens, less than the prompt has, and was this draft's.
+
+        Returns how many of them the target need not run again, for which no `prefill` comes: the
+        draft knows as much of those as if it had run them itself, so that a warm request accepts
+        what a cold one does.
+        """
+        ...
+
     def prefill(self, row: DraftRow, start: int, hidden: Tensor | None) -> None:
         """The target cached prompt tokens [start, start + T); hidden: [T, len(taps) * H] or None."""
         ...

@@ -92,6 +92,19 @@ class EagleDraft:
         """A request took the slot."""
         self._slots[row.slot] = _Slot()
 
+    def resume(self, row: DraftRow, shared: int) -> int:
+        """Keep the pairs of shared tokens, but for the last of them, whose next token is another.
+
+        The token before the root is run again: the head's output there drafts.
+        """
+        cache, slot = self.passes.cache, row.slot
+        kept = max(0, min(shared - 1, cache.lengths[slot], len(row.tokens) - 2))
+        if not bool(cache.data[:, :, slot, :, :kept].isfinite().all()):
+            kept = 0
+        cache.erase(slot, kept)
+        self.open(row)
+        return kept
+
     def close(self, slot: int) -> None:
         """Empty the slot."""
         gone = self._slots.pop(slot, None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attention import Reading
-from ..cache import CacheRows, KVCache
+from ..cache import KVCache
 from ..heads.base import EagleHead
 from .base import DraftRow
 
@@ -21,18 +21,22 @@ class CachedHead:
     """A head over a cache of pairs. The cache's lengths count the pairs made of target features.
 
     head:         the head, on the target's device
-    embed:        token ids -> the target's input embeddings
+    embed:        token ids -> the target's input embeddings, unless the head has its own
     target_vocab: V of the target
     """
 
     def __init__(
         self, head: EagleHead, embed: Callable[[Tensor], Tensor], target_vocab: int
     ) -> None:
-        self.head, self.embed, self.target_vocab = head, embed, target_vocab
+        self.head, self.target_vocab = head, target_vocab
+        self.embed = head.own_embedding or embed
         weight = next(head.parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self.target_ids = head.target_ids
         self.reduced = len(self.target_ids) < target_vocab
+        c = head.config
+        steps = torch.arange(0, c.head_dim, 2, dtype=torch.float32, device=self.device)
+        self.inv_freq = 1.0 / c.rope_theta ** (steps / c.head_dim)  # shape: [D / 2]
 
     def start(self, rows: int, capacity: int) -> None:
         """Reserve the cache."""
@@ -57,7 +61,14 @@ class CachedHead:
         rows = self.cache.rows(slots, tokens.shape[1], behind)
         positions = torch.tensor(rows.starts, device=self.device)[:, None] + offsets
         embedded = self.embed(tokens).to(hidden)
-        return self.head(embedded, hidden, positions, self._attention(rows, mask))
+        config, layers = self.head.config, self.head.compiled
+        reading = Reading(rows, mask, config.num_heads // config.kv_heads)
+        if layers is None or reading.kernel is None:
+            return self.head(embedded, hidden, positions, partial(reading.attend, 0))
+        out = hidden.clone(memory_format=torch.contiguous_format)
+        angles = positions[..., None].float() * self.inv_freq  # shape: [b, T, D / 2]
+        layers(out, angles, self.cache.data, reading.kernel, (), embedded.contiguous())
+        return out
 
     def logits(self, hidden: Tensor, rows: Sequence[DraftRow], paths: Paths) -> Tensor:
         """Logits [b, T, Vd] of outputs [b, T, H], with every row's penalties and bias applied."""
@@ -75,11 +86,3 @@ class CachedHead:
         full = values.new_zeros(len(values), self.target_vocab)
         full[:, self.target_ids] = values
         return full
-
-    def _attention(
-        self, rows: CacheRows, mask: Tensor | None
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Attention of new pairs over the head's cache, as the mask allows."""
-        groups = self.head.config.num_heads // self.head.config.kv_heads
-        reading = Reading(rows, mask, groups)
-        return partial(reading.attend, 0)

@@ -151,6 +151,11 @@ class LookaheadDraft:
         for i in range(len(tokens) - self.ngram + 1):
             pool.add(tokens[i : i + self.ngram])
 
+    def resume(self, row: DraftRow, shared: int) -> int:
+        """Begin as behind a cold prompt: the window and the pool come from it alone."""
+        self.open(row)
+        return shared
+
     def prefill(self, row: DraftRow, start: int, hidden: Tensor | None) -> None:
         """The prompt was read by `open`."""
 

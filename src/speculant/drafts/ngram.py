@@ -86,6 +86,11 @@ class NgramDraft:
         index = self._indexes[row.slot] = _Index(self.min_ngram, self.max_ngram)
         index.extend(row.tokens)
 
+    def resume(self, row: DraftRow, shared: int) -> int:
+        """The prompt is all that is known of a request: index it."""
+        self.open(row)
+        return shared
+
     def prefill(self, row: DraftRow, start: int, hidden: Tensor | None) -> None:
         """The prompt was indexed by `open`."""
 

@@ -22,6 +22,10 @@ class NoDraft:
     def open(self, row: DraftRow) -> None:
         """Nothing to keep."""
 
+    def resume(self, row: DraftRow, shared: int) -> int:
+        """Nothing is missing."""
+        return shared
+
     def prefill(self, row: DraftRow, start: int, hidden: Tensor | None) -> None:
         """Nothing to read."""
 

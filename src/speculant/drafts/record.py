@@ -37,6 +37,12 @@ class RecordDraft(NoDraft):
         """A request took the slot."""
         self._running[row.slot] = (row, [])
 
+    def resume(self, row: DraftRow, shared: int) -> int:
+        """States are noted as tokens are run: all are run again."""
+        self.close(row.slot)
+        self.open(row)
+        return 0
+
     def prefill(self, row: DraftRow, start: int, hidden: Tensor | None) -> None:
         """Note the states [T, n * H] of prompt positions."""
         assert hidden is not None

@@ -61,6 +61,11 @@ class VanillaDraft:
         """Start from an empty row."""
         self.cache.truncate(row.slot, 0)
 
+    def resume(self, row: DraftRow, shared: int) -> int:
+        """Keep what the cache holds of the shared tokens; the rest is caught up on as ever."""
+        self.cache.truncate(row.slot, min(self._length(row), shared))
+        return shared
+
     def prefill(self, row: DraftRow, start: int, hidden: Tensor | None) -> None:
         """Stay within a chunk of the target, so that no round has a whole prompt to catch up on."""
         self._catch_up(row, min(start + CHUNK, len(row.tokens) - 1, self.limit))

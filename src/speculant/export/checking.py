@@ -24,6 +24,7 @@ from .importing_eagle3 import IDS
 from .layout import Key, Layout, setting
 from .parts import FromTarget, Wanted
 from .probe import differs, probe
+from .refused import refused
 from .suspicious import all_zero, looks_random
 from .variants import as_read, wanted_tensors
 from .writing import ENGINES, FORMATS, find_layout, parse_note
@@ -84,6 +85,7 @@ def check_export(
     findings = check_tensors(checkpoint, layout, c, engine)
     if isinstance(c, Eagle3Config):
         findings += check_map(checkpoint.tensors, c, engine)
+    findings += [Finding(switch, why) for switch, why in refused(name, kind, c).items()]
     findings += check_settings(checkpoint, name, layout, c, engine)
     findings += check_target(c, target, engine)
     if checkpoint.note is None:
@@ -119,7 +121,7 @@ def check_tensors(checkpoint: Checkpoint, layout: Layout, c: Any, engine: str) -
             text = f"is {tuple(tensor.shape)}, the sizes say {shape}: {engine} would stop"
             out.append(Finding(name, text))
         elif key.dtype == "float":
-            out += check_numbers(name, tensor, key, engine)
+            out += check_numbers(name, tensor, key, c, engine)
         elif tensor.dtype != getattr(torch, key.dtype):
             soft = key.dtype == "int64" and tensor.dtype == torch.int32
             out.append(Finding(name, f"is {tensor.dtype}, not {key.dtype}", problem=not soft))
@@ -128,14 +130,16 @@ def check_tensors(checkpoint: Checkpoint, layout: Layout, c: Any, engine: str) -
     return out
 
 
-def check_numbers(name: str, tensor: Tensor, key: Key, engine: str) -> list[Finding]:
+def check_numbers(name: str, tensor: Tensor, key: Key, c: Any, engine: str) -> list[Finding]:
     """A tensor of weights: finite, not zero, and trained by the look of it."""
     if not tensor.is_floating_point():
         return [Finding(name, f"is {tensor.dtype}, no floating-point numbers")]
     if not bool(tensor.float().isfinite().all()):
         return [Finding(name, f"holds NaN or infinity: {engine} would accept nothing")]
-    if key.zeros:
+    if key.switch and not getattr(c, key.switch):
         return [] if all_zero(tensor) else [Finding(name, "must be zeros: the head has no bias")]
+    if key.switch:
+        return []  # a bias, one part of which may well be zero
     if all_zero(tensor):
         return [Finding(name, f"is all zeros, as if never trained: {LOSS.format(engine=engine)}")]
     if not key.lent and looks_random(tensor):
@@ -177,6 +181,10 @@ def check_settings(
     expected = expected_config(checkpoint, name, layout, c)
     for entry in layout.settings:
         try:
+            want = setting(expected, entry.path)
+        except KeyError:  # of a switch that is off
+            continue
+        try:
             value = setting(checkpoint.config, entry.path)
         except KeyError:
             text = f"missing from config.json: {entry.without}"
@@ -185,7 +193,6 @@ def check_settings(
                 text = f"stands in eagle_config alone, {NESTED}"
             out.append(Finding(entry.path, text, entry.needed or checkpoint.note is not None))
             continue
-        want = setting(expected, entry.path)
         if not entry.free and value != want:
             text = f"is {value!r}; the head is {want!r}. {LOSS.format(engine=engine)}, or stop"
             if checkpoint.note is None:

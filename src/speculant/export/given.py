@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..heads.rope import SCALINGS
 from ..heads.weights import Head
 from .folder import ExportError
 
@@ -24,6 +25,7 @@ class Given:
     convention:  one of CONVENTIONS
     taps:        layers by our convention, which overrule the file's
     num_layers:  of the target
+    hidden_size: of the target
     fingerprint: of the target, recorded in the head
     embedding:   [V, H] of the target, which a head's own must equal
     lm_head:     [V, H] of the target
@@ -33,6 +35,7 @@ class Given:
     convention: str = "auto"
     taps: tuple[int, ...] | None = None
     num_layers: int | None = None
+    hidden_size: int | None = None
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     embedding: Tensor | None = None
     lm_head: Tensor | None = None
@@ -44,7 +47,7 @@ class Given:
             raise ExportError(f"--tap-convention is {self.convention!r}: choose from {choices}")
 
     def drop_ends(self, tensors: dict[str, Tensor], *names: str) -> list[str]:
-        """Take embeddings and LM heads out of tensors, which must be the target's own."""
+        """Take LM heads and embeddings out of tensors, which must be the target's own."""
         out = []
         for name in names:
             if name in tensors:
@@ -55,21 +58,46 @@ class Given:
     def same_end(self, name: str, tensor: Tensor, what: str) -> list[str]:
         """Remarks on an end of the target that a checkpoint brings along: it must be the same.
 
-        Embeddings are frozen copies in every published trainer, and taken on trust without a target;
-        LM heads are not. Raises ExportError where they differ, or cannot be compared.
+        Raises ExportError where they differ, or cannot be compared.
         """
-        theirs = self.embedding if what == "embeddings" else self.lm_head
-        if theirs is None:
+        same = self.is_targets(tensor, what)
+        if same is None:
             if what == "embeddings" or self.noted is not None:
                 return [f"{name} left out, taken for the target's own (--target compares them)"]
             raise ExportError(
                 f"{name} must be the target's own LM head: give --target to compare them"
             )
-        if tensor.shape != theirs.shape or not torch.equal(tensor, theirs.to(tensor.dtype)):
+        if not same:
             raise ExportError(
-                f"{name} differs from the target's {what}: this head has its own, which ours cannot"
+                f"{name} differs from the target's {what}: this kind of head cannot have its own"
             )
         return [f"{name} left out: it is the target's"]
+
+    def is_targets(self, tensor: Tensor, what: str) -> bool | None:
+        """True when a tensor is that end of the target, None where no target is known."""
+        theirs = self.embedding if what == "embeddings" else self.lm_head
+        if theirs is None:
+            return None
+        return tensor.shape == theirs.shape and torch.equal(tensor, theirs.to(tensor.dtype))
+
+    def own_embeddings(self, tensors: dict[str, Tensor], trained: bool) -> tuple[bool, list[str]]:
+        """True where a head's embeddings are its own and stay, with what to say about them.
+
+        trained: the checkpoint says that they were trained, or are of another width than the target's
+
+        Frozen copies of the target's are what every published trainer makes, and are taken for it
+        without a target to compare with.
+        """
+        name = "embed_tokens.weight"
+        if name not in tensors:
+            return False, []
+        same = self.is_targets(tensors[name], "embeddings")
+        if self.noted is not None:
+            trained = self.noted[2].own_embeddings
+        if trained or same is False:
+            told = "they differ from the target's" if same is False else "as its config says"
+            return True, [f"{name} kept as the head's own: {told}"]
+        return False, self.drop_ends(tensors, name)
 
 
 @dataclass(frozen=True)
@@ -110,12 +138,71 @@ def layer_fields(c: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_theta(c: Mapping[str, Any]) -> float:
-    """The base of plain RoPE. Raises ExportError for any other kind."""
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    """The base of RoPE."""
+    return float(_rope(c).get("rope_theta") or c.get("rope_theta") or 10000.0)
+
+
+def rope_scaling(c: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE's scaling as our heads have it, {} for the plain one. ExportError for another kind."""
+    rope = _rope(c)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ExportError(f"RoPE of type {kind!r}: our heads have the plain one")
-    return float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0)
+    turned = rope.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
+    if turned not in (None, 1.0):
+        raise ExportError(f"partial_rotary_factor is {turned}: our heads turn every dimension")
+    if kind == "default":
+        return {}
+    if kind not in SCALINGS:
+        known = ", ".join(SCALINGS)
+        raise ExportError(f"RoPE of type {kind!r}: our heads have the plain one, {known}")
+    missing = [name for name in SCALINGS[kind] if rope.get(name) is None]
+    if missing:
+        raise ExportError(f"RoPE of type {kind!r} without {missing[0]}")
+    return {"rope_type": kind, **{name: rope[name] for name in SCALINGS[kind]}}
+
+
+def layer_variant(
+    c: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> tuple[dict[str, Any], list[str]]:
+    """Switches of an EAGLE head's layer by its config and the biases among its tensors, and remarks.
+
+    Biases of zero are taken out: they do nothing. Raises ExportError for what our layer cannot do.
+    """
+    usual = {"hidden_act": "silu", "logit_scale": 1.0}
+    for name, value in usual.items():
+        if c.get(name) not in (None, value):
+            raise ExportError(f"{name} is {c[name]!r}: our heads have {value!r}")
+    if "sliding_attention" in (c.get("layer_types") or ()):
+        raise ExportError("layer_types has sliding_attention: our head's attention sees everything")
+    biased = {n.split(".")[-2] for n in tensors if n.endswith(".bias")}
+    for flag, parts in (("attention_bias", ATTENTION), ("mlp_bias", BIASES["mlp_bias"])):
+        if c.get(flag) and not biased.intersection(parts):
+            raise ExportError(f"{flag} is on, and there is no tensor {parts[0]}.bias")
+    out: dict[str, Any] = {"rope_scaling": rope_scaling(c)}
+    dropped = 0
+    for switch, parts in BIASES.items():
+        names = [n for n in tensors if n.endswith(".bias") and n.split(".")[-2] in parts]
+        if any(bool(tensors[name].any()) for name in names):
+            out[switch] = True
+            continue
+        dropped += len(names)
+        for name in names:
+            del tensors[name]
+    return out, [f"{dropped} biases of zero left out"] if dropped else []
+
+
+BIASES = {
+    "fc_bias": ("fc",),
+    "qkv_bias": ("q_proj", "k_proj", "v_proj"),
+    "o_bias": ("o_proj",),
+    "mlp_bias": ("gate_proj", "up_proj", "down_proj"),
+}
+"""Switch of a head's config -> the projections that have the bias."""
+ATTENTION = (*BIASES["qkv_bias"], *BIASES["o_bias"])
+
+
+def _rope(c: Mapping[str, Any]) -> Mapping[str, Any]:
+    rope: Mapping[str, Any] = c.get("rope_parameters") or c.get("rope_scaling") or {}
+    return rope
 
 
 def load(head: nn.Module, tensors: Mapping[str, Tensor]) -> None:

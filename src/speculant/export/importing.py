@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..heads.eagle1 import Eagle1Config, Eagle1Head
@@ -20,7 +19,7 @@ from ..heads.medusa import MedusaConfig, MedusaHead
 from ..heads.vanilla import VanillaConfig, VanillaHead
 from ..heads.weights import FORMAT, Head
 from .folder import Checkpoint, ExportError
-from .given import Given, Imported, layer_fields, load
+from .given import Given, Imported, layer_fields, layer_variant, load, rope_scaling
 from .importing_eagle3 import import_eagle3
 from .writing import parse_note
 
@@ -42,7 +41,7 @@ def import_head(checkpoint: Checkpoint, given: Given) -> Imported:
         given = replace(given, noted=parse_note(checkpoint.note))
     try:
         imported = READERS[kind](checkpoint, given)
-    except ExportError as error:
+    except ValueError as error:  # also of a config that makes no head
         raise ExportError(f"{checkpoint.path}: {error}") from None
     if given.noted is None:
         return imported
@@ -101,38 +100,38 @@ def with_note(checkpoint: Checkpoint, head: Any, noted: Any) -> Head:
 
 def import_eagle1(checkpoint: Checkpoint, given: Given) -> Imported:
     """EAGLE-1: `layers.0.`, fc over [embedding ; state], no norms but one, the target's LM head."""
-    c, remarks = checkpoint.config, []
-    tensors = plain_names(checkpoint.tensors)
-    remarks += given.drop_ends(tensors, "embed_tokens.weight", "lm_head.weight")
-    remarks += drop_zero_biases(tensors)
-    head = Eagle1Head(Eagle1Config(**layer_fields(c), target=dict(given.fingerprint)))
+    c, tensors = checkpoint.config, plain_names(checkpoint.tensors)
+    remarks = given.drop_ends(tensors, "lm_head.weight")
+    own, told = given.own_embeddings(tensors, trained=False)
+    variant, more = layer_variant(c, tensors)
+    fields = layer_fields(c) | variant | {"own_embeddings": own}
+    head = Eagle1Head(Eagle1Config(**fields, target=dict(given.fingerprint)))
     load(head, tensors)
-    return Imported(head, "EAGLE-1", checkpoint.dtype, remarks)
+    return Imported(head, "EAGLE-1", checkpoint.dtype, [*remarks, *told, *more])
 
 
 def import_medusa(checkpoint: Checkpoint, given: Given) -> Imported:
-    """Medusa: vLLM's names or those of Medusa's repository; its LM heads must be the target's."""
-    c, blocks, lm_heads, biases = checkpoint.config, {}, {}, {}
+    """Medusa: vLLM's names or those of Medusa's repository. LM heads that are the target's are left
+    out; others stay, each head's own."""
+    c = checkpoint.config
     depth = c.get("medusa_num_layers", c.get("num_hidden_layers", 1))
-    for name, tensor in plain_names(checkpoint.tensors).items():
-        old, new = MEDUSA_OLD.fullmatch(name), MEDUSA_NEW.fullmatch(name)
-        match = new or old
-        if MEDUSA_LM.fullmatch(name) or name == "lm_head.weight":
-            lm_heads[name] = tensor
-        elif match is None:
-            raise ExportError(f"unexpected tensor {name}: no head of ours has one")
-        elif old and int(old[2]) == depth and old[3] == "weight":
-            lm_heads[name] = tensor
-        elif match[3] == "bias":
-            biases[name] = tensor
-        else:
-            blocks[f"blocks.{match[1]}.layers.{match[2]}.weight"] = tensor
-    remarks = drop_zero_biases(biases)
-    heads = 1 + max((int(name.split(".")[1]) for name in blocks), default=-1)
+    blocks, biases, lm_heads = medusa_tensors(checkpoint.tensors, depth)
     if not blocks:
         raise ExportError("no weights of a Medusa block")
-    for name, tensor in lm_heads.items():
-        given.same_end(name, tensor, "LM head")
+    heads = 1 + max(int(name.split(".")[1]) for name in blocks)
+    if c.get("medusa_fc_bias") and not biases:
+        raise ExportError("medusa_fc_bias is on, and there is no bias of a block")
+    remarks, fc_bias = [], any(bool(bias.any()) for bias in biases.values())
+    if biases and not fc_bias:
+        remarks.append(f"{len(biases)} biases of zero left out")
+    if c.get("original_lm_head") and given.lm_head is None and lm_heads:
+        lm_heads = {}
+        remarks.append("LM head left out, taken for the target's own (--target compares it)")
+    own = own_lm_heads(lm_heads, heads, given)
+    if own:
+        remarks.append(f"{heads} LM heads kept as the heads' own")
+    elif lm_heads:
+        remarks.append("LM heads left out: they are the target's")
     weight = next(iter(blocks.values()))
     vocab = c.get("vocab_size") or next((len(t) for t in lm_heads.values()), None)
     vocab = vocab or (None if given.lm_head is None else len(given.lm_head))
@@ -144,10 +143,56 @@ def import_medusa(checkpoint: Checkpoint, given: Given) -> Imported:
         num_heads=heads,
         num_hidden_layers=depth,
         target=dict(given.fingerprint),
+        fc_bias=fc_bias,
+        own_lm_heads=own,
     )
     head = MedusaHead(config)
-    load(head, blocks)
+    load(head, blocks | (biases if fc_bias else {}) | (lm_heads if own else {}))
     return Imported(head, "Medusa", checkpoint.dtype, remarks)
+
+
+def medusa_tensors(
+    tensors: dict[str, Tensor], depth: int
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    """Weights of the blocks, their biases, and LM heads, by our names (a shared one: lm_head.weight).
+
+    depth: residual layers a head, behind which Medusa's repository has the LM head
+    """
+    blocks: dict[str, Tensor] = {}
+    biases: dict[str, Tensor] = {}
+    lm_heads: dict[str, Tensor] = {}
+    for name, tensor in plain_names(tensors).items():
+        old, new = MEDUSA_OLD.fullmatch(name), MEDUSA_NEW.fullmatch(name)
+        match = new or old
+        if MEDUSA_LM.fullmatch(name) or name == "lm_head.weight":
+            lm_heads[name] = tensor
+        elif match is None:
+            raise ExportError(f"unexpected tensor {name}: no head of ours has one")
+        elif old and int(old[2]) == depth and old[3] == "weight":
+            lm_heads[f"lm_heads.{old[1]}.weight"] = tensor
+        else:
+            group = blocks if match[3] == "weight" else biases
+            group[f"blocks.{match[1]}.layers.{match[2]}.{match[3]}"] = tensor
+    return blocks, biases, lm_heads
+
+
+def own_lm_heads(lm_heads: dict[str, Tensor], heads: int, given: Given) -> bool:
+    """True where a checkpoint's Medusa heads have LM heads of their own, which are there for each.
+
+    Raises ExportError where it is one for all of them and not the target's.
+    """
+    if not lm_heads or (given.noted is not None and not given.noted[2].own_lm_heads):
+        return False
+    if "lm_head.weight" in lm_heads:
+        for name, tensor in lm_heads.items():
+            given.same_end(name, tensor, "LM head")
+        return False
+    if all(given.is_targets(tensor, "LM head") for tensor in lm_heads.values()):
+        return False
+    missing = [h for h in range(heads) if f"lm_heads.{h}.weight" not in lm_heads]
+    if missing:
+        raise ExportError(f"the LM head of head {missing[0]} is missing")
+    return True
 
 
 def import_vanilla(checkpoint: Checkpoint, given: Given) -> Imported:
@@ -157,29 +202,18 @@ def import_vanilla(checkpoint: Checkpoint, given: Given) -> Imported:
         raise ExportError("is a whole model: use it with --draft vanilla --draft-model")
     remarks = given.drop_ends(tensors, "model.embed_tokens.weight", "lm_head.weight")
     layers = int(c.get("num_hidden_layers", 0))
+    if rope_scaling(c):
+        raise ExportError("a vanilla draft with a scaling of RoPE: ours have the plain one")
     config = VanillaConfig(**layer_fields(c), num_layers=layers, target=dict(given.fingerprint))
     head = VanillaHead(config)
     load(head, tensors)
     return Imported(head, "a vanilla draft", checkpoint.dtype, remarks)
 
 
-def drop_zero_biases(tensors: dict[str, Tensor]) -> list[str]:
-    """Take biases of zero out of tensors. Raises ExportError for one that does something."""
-    names = [name for name in tensors if name.endswith(".bias")]
-    for name in names:
-        if bool(tensors.pop(name).float().abs().max() > 0):
-            raise ExportError(f"tensor {name} is a bias that is not zero: our heads have none")
-    return [f"{len(names)} biases of zero left out"] if names else []
-
-
 def _eagle3(checkpoint: Checkpoint, given: Given) -> Imported:
     tensors = plain_names(checkpoint.tensors)
     tensors = {re.sub(r"^(layers\.0|midlayer\.0)\.", "midlayer.", n): t for n, t in tensors.items()}
-    remarks = given.drop_ends(tensors, "embed_tokens.weight")
-    remarks += drop_zero_biases(tensors)
-    imported = import_eagle3(checkpoint.config, tensors, given)
-    dtype = next((t.dtype for t in tensors.values() if t.is_floating_point()), torch.float32)
-    return replace(imported, dtype=dtype, remarks=[*remarks, *imported.remarks])
+    return replace(import_eagle3(checkpoint.config, tensors, given), dtype=checkpoint.dtype)
 
 
 READERS: dict[str, Callable[[Checkpoint, Given], Imported]] = {

@@ -19,39 +19,60 @@ from torch import Tensor
 
 from ..heads.eagle3 import Eagle3Config, Eagle3Head, default_taps
 from .folder import ExportError
-from .given import Given, Imported, layer_fields, load
+from .given import Given, Imported, layer_fields, layer_variant, load
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias")
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+SPECFORGE = (
+    "norm_output is on: the normed output is fed back, as vLLM, speculators, SGLang and TensorRT-LLM "
+    "read it; SpecForge's trainer (a6b6b02) feeds the raw one back all the same: if it is from there "
+    "and accepts little from the second position on, write norm_output false and import it again"
+)
 
 
 def import_eagle3(config: Mapping[str, Any], tensors: dict[str, Tensor], given: Given) -> Imported:
-    """A head from an EAGLE-3 config and tensors by our names, embeddings and biases taken out.
+    """A head from an EAGLE-3 config and tensors by our names.
 
-    Raises ExportError for what is missing, and for switches that our head does not have.
+    Raises ExportError for what is missing, and for what our head has no place for.
     """
     speculators = "speculators_model_type" in config
     if speculators and config["speculators_model_type"] != "eagle3":
         raise ExportError(f"speculators_model_type is {config['speculators_model_type']!r}")
     flat = {**config, **(config.get("transformer_layer_config") or {})} if speculators else config
-    refuse_switches(flat, speculators)
+    switches = flags(flat, speculators)
     for name in ("fc.weight", "lm_head.weight"):
         if name not in tensors:
             raise ExportError(f"tensor {name} is missing")
     fields = layer_fields(flat)
+    remarks = [SPECFORGE] if switches["norm_output"] and given.noted is None else []
     hidden, vocab = fields["hidden_size"], fields["vocab_size"]
-    remarks = ids_and_mask(tensors, vocab)
-    count, rest = divmod(tensors["fc.weight"].shape[-1], flat.get("target_hidden_size") or hidden)
-    if rest or (flat.get("target_hidden_size") or hidden) != hidden:
-        raise ExportError("its target has another hidden size, which our head cannot have")
+    size = flat.get("target_hidden_size") or hidden
+    trained = size != hidden or bool(flat.get("embed_requires_grad"))
+    own, told = given.own_embeddings(tensors, trained)
+    variant, more = layer_variant(flat, tensors)
+    remarks += [*told, *more, *ids_and_mask(tensors, vocab)]
+    count, rest = divmod(tensors["fc.weight"].shape[-1], size)
+    if rest:
+        width = tensors["fc.weight"].shape[-1]
+        raise ExportError(f"fc.weight reads {width} columns: no whole number of states of {size}")
+    if given.hidden_size not in (None, size):
+        raise ExportError(
+            f"it reads states of {size}, the target's have {given.hidden_size}: it is another "
+            "target's head (target_hidden_size)"
+        )
     taps, where, other = find_taps(config, given, count)
     draft_vocab = len(tensors["lm_head.weight"])
     named = flat.get("draft_vocab_size")
     if named not in (None, draft_vocab):
         raise ExportError(f"lm_head.weight has {draft_vocab} rows, draft_vocab_size is {named}")
+    made = {**fields, **variant, **switches, "own_embeddings": own}
     head = Eagle3Head(
         Eagle3Config(
-            **fields, draft_vocab_size=draft_vocab, taps=taps, target=dict(given.fingerprint)
+            **made,
+            draft_vocab_size=draft_vocab,
+            taps=taps,
+            target=dict(given.fingerprint),
+            target_hidden_size=None if size == hidden else size,
         )
     )
     load(head, tensors)
@@ -60,9 +81,12 @@ def import_eagle3(config: Mapping[str, Any], tensors: dict[str, Tensor], given: 
     return Imported(head, name, torch.float32, remarks, other)
 
 
-def refuse_switches(flat: Mapping[str, Any], speculators: bool) -> None:
-    """Raise ExportError for a switch of the layer that our head does not have."""
-    nested = flat.get("eagle_config") or {}
+def flags(flat: Mapping[str, Any], speculators: bool) -> dict[str, bool]:
+    """The switches of a config, what it does not say being off.
+
+    Raises ExportError for what our head does not have.
+    """
+    nested, out = flat.get("eagle_config") or {}, {}
     for name in FLAGS:
         value = nested.get(name, flat.get(name))
         if value is None and name == "norm_before_residual" and speculators:
@@ -70,12 +94,12 @@ def refuse_switches(flat: Mapping[str, Any], speculators: bool) -> None:
                 "no norm_before_residual: vLLM takes it as true here, speculators itself as false: "
                 "write down which one it was trained with"
             )
-        if value:
-            raise ExportError(f"{name} is on: our head's layer has no such switch")
+        out[name] = bool(value)
     if nested.get("use_aux_hidden_state") is False:
         raise ExportError("eagle_config.use_aux_hidden_state is off: our head reads tapped layers")
     if int(flat.get("num_hidden_layers", 1)) != 1:
         raise ExportError(f"{flat['num_hidden_layers']} layers: our head has one")
+    return out
 
 
 def find_taps(

@@ -16,6 +16,7 @@ from dataclasses import replace
 from .layout import (
     DRAFT_VOCABULARY,
     EAGLE1,
+    FC_BIAS,
     FLAGS,
     MODEL,
     RANDOM,
@@ -25,6 +26,7 @@ from .layout import (
     Key,
     Layout,
     Setting,
+    biases,
     eagle3,
 )
 
@@ -43,6 +45,8 @@ VLLM_EAGLE3 = Layout(
         "(0/426)",
         d2t="vLLM takes draft id i for target id i and accepts next to nothing, unless the draft "
         "vocabulary happens to be the first ids (104/123)",
+        embed="vLLM takes the target's embeddings, or leaves its own unset where the widths differ",
+        more=biases("midlayer.", "qkv", "o", "mlp"),
     ),
     settings=(
         *MODEL,
@@ -66,7 +70,7 @@ VLLM_EAGLE1 = Layout(
     source=VLLM_SOURCE.format("llama_eagle"),
     ran=True,
     extra=VLLM_EXTRA,
-    tensors=EAGLE1,
+    tensors=(*EAGLE1, *biases("layers.0.", "qkv", "o", "mlp")),
     settings=(*MODEL, *SIZES),
 )
 MEDUSA_LM_HEAD = "vLLM never sets it and accepts nothing (0/426)"
@@ -82,6 +86,13 @@ VLLM_MEDUSA = Layout(
             ("H", "H"),
             "vLLM stops, or leaves the head's block unset",
         ),
+        Key(
+            "blocks.{h}.layers.{l}.bias",
+            ("H",),
+            "vLLM leaves the bias unset",
+            switch="fc_bias",
+            when=("fc_bias",),
+        ),
         Key("lm_head.weight", ("V", "H"), MEDUSA_LM_HEAD, lent=True),
     ),
     settings=(
@@ -95,7 +106,7 @@ VLLM_MEDUSA = Layout(
             "original_lm_head",
             "an LM head for every head is expected, none is found, and nothing is accepted (0/426)",
         ),
-        Setting("medusa_fc_bias", "a default is assumed"),
+        Setting("medusa_fc_bias", "vLLM takes it as false, and drops a bias without a word"),
     ),
 )
 VLLM_VANILLA = Layout(
@@ -151,10 +162,14 @@ SGLANG_EAGLE3 = Layout(
         lm_head="SGLang skips what is missing: its LM head keeps random numbers, and it answers with "
         "a mean acceptance length of 1.00",
         d2t="SGLang takes draft id i for target id i",
+        embed="SGLang leaves them random: it shares the target's only where the widths are the same",
+        more=(FC_BIAS, *biases("midlayer.", "o", also="fc_bias")),
     ),
     settings=(
         *MODEL,
         *SIZES,
+        Setting("bias", "false is assumed, and a bias of fc dropped without a word"),
+        Setting("target_hidden_size", "hidden_size is assumed"),
         Setting("rope_theta", "older transformers take 10000"),
         Setting("draft_vocab_size", "SGLang stops, or loads the target's LM head", needed=True),
         Setting(
@@ -173,7 +188,13 @@ SGLANG_EAGLE1 = Layout(
     extra=SGLANG_EXTRA,
     tensors=(
         *EAGLE1,
-        Key("fc.bias", ("H",), "SGLang has a bias there, which keeps random numbers", zeros=True),
+        *biases("layers.0.", "qkv", "o"),
+        Key(
+            "fc.bias",
+            ("H",),
+            "SGLang has a bias there, which keeps random numbers",
+            switch="fc_bias",
+        ),
     ),
     settings=(*MODEL, *SIZES, Setting("rope_theta", "older transformers take 10000")),
 )
@@ -198,10 +219,15 @@ TRT_EAGLE3 = Layout(
         fc=REFUSED,
         lm_head="TensorRT-LLM takes the target's LM head, whose rows are other tokens",
         d2t="TensorRT-LLM leaves it unset where the vocabularies differ",
+        embed="TensorRT-LLM leaves them unset where the target's are of another width",
+        more=(FC_BIAS, *biases("midlayer.", "qkv", "o", "mlp")),
     ),
     settings=(
         *MODEL,
         *SIZES,
+        Setting("bias", "false is assumed, and a bias of fc dropped without a word"),
+        Setting("target_hidden_size", "hidden_size is assumed"),
+        Setting("eagle_config.norm_before_fc", "false is assumed"),
         Setting("rope_theta", "older transformers take 10000"),
         Setting("draft_vocab_size", "it does not see an EAGLE-3 head in it", needed=True),
         Setting("torch_dtype", "it refuses to start, or runs in another precision"),
@@ -217,7 +243,9 @@ TRT_MEDUSA = Layout(
     extra="the conversion skips unknown names without a word",
     tensors=(
         Key("{h}.{l}.linear.weight", ("H", "H"), "the conversion stops with a KeyError"),
-        Key("{h}.{l}.linear.bias", ("H",), "the conversion stops with a KeyError", zeros=True),
+        Key(
+            "{h}.{l}.linear.bias", ("H",), "the conversion stops with a KeyError", switch="fc_bias"
+        ),
         Key("{h}.{L}.weight", ("V", "H"), "the conversion stops with a KeyError", lent=True),
     ),
     settings=(

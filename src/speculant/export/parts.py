@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..heads.eagle3 import Eagle3Head
-from ..heads.medusa import MedusaHead
 from ..heads.vanilla import VanillaHead
 from ..heads.weights import Head
 from .folder import ExportError
+from .layout import Layout, expand
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,11 @@ class Made:
 def llama_config(c: Any, layers: int, dtype: str) -> dict[str, Any]:
     """Entries of a Llama config for a head's layer sizes.
 
-    RoPE's base stands twice: transformers 4 reads `rope_theta`, transformers 5 `rope_parameters`.
+    RoPE stands twice: transformers 4 reads `rope_theta` and `rope_scaling`, transformers 5
+    `rope_parameters`.
     """
+    scaling = dict(getattr(c, "rope_scaling", {}))
+    rope = {"rope_theta": c.rope_theta, "rope_type": "default", **scaling}
     return {
         "model_type": "llama",
         "hidden_size": c.hidden_size,
@@ -98,11 +101,12 @@ def llama_config(c: Any, layers: int, dtype: str) -> dict[str, Any]:
         "vocab_size": c.vocab_size,
         "hidden_act": "silu",
         "rms_norm_eps": c.norm_eps,
-        "rope_parameters": {"rope_theta": c.rope_theta, "rope_type": "default"},
+        "rope_parameters": rope,
         "rope_theta": c.rope_theta,
+        **({"rope_scaling": scaling} if scaling else {}),
         "max_position_embeddings": c.context_length,
-        "attention_bias": False,
-        "mlp_bias": False,
+        "attention_bias": getattr(c, "attention_bias", False),
+        "mlp_bias": getattr(c, "mlp_bias", False),
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
     }
@@ -132,6 +136,16 @@ def own_tensors(head: Head, dtype: torch.dtype) -> dict[str, Tensor]:
     return out
 
 
+def zero_biases(layout: Layout, c: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Biases that an engine insists on and the head does not have, of zeros."""
+    wanted = expand(layout, c).items()
+    return {
+        name: torch.zeros(shape, dtype=dtype)
+        for name, (key, shape) in wanted
+        if key.switch and not getattr(c, key.switch)
+    }
+
+
 def vanilla_tensors(head: VanillaHead, wanted: Wanted) -> dict[str, Tensor]:
     """A head's layers with the target's embedding, and its LM head where it is another tensor."""
     target = wanted.target
@@ -152,12 +166,3 @@ def check_plain(config: Mapping[str, Any]) -> None:
         found = "embeddings scaled by its width"
     if found is not None:
         raise ExportError(f"the target has {found}, which a plain Llama model cannot have")
-
-
-def medusa_blocks(head: MedusaHead, dtype: torch.dtype) -> dict[tuple[int, int], Tensor]:
-    """(head, layer) -> its weight [H, H]."""
-    out = {}
-    for name, tensor in own_tensors(head, dtype).items():
-        _, h, _, layer, _ = name.split(".")
-        out[int(h), int(layer)] = tensor
-    return out

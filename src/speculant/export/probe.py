@@ -30,7 +30,8 @@ def probe(head: Head, dtype: torch.dtype) -> list[float]:
     size = head.config.hidden_size
     embedded, positions = wave(1, LENGTH, size), torch.arange(LENGTH)[None]
     if isinstance(rounded, Eagle3Head):
-        hidden = rounded.fuse(wave(1, LENGTH, len(rounded.config.taps) * size, shift=0.5))
+        c = rounded.config
+        hidden = rounded.fuse(wave(1, LENGTH, len(c.taps) * c.state_size, shift=0.5))
         out = rounded.logits(rounded(embedded, hidden, positions, causal))
     elif isinstance(rounded, Eagle1Head):
         out = rounded(embedded, wave(1, LENGTH, size, shift=0.5), positions, causal)

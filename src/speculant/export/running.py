@@ -31,10 +31,12 @@ def run_vllm(
     job: Mapping[str, Any],
     timeout_s: float = 1800,
     env: Mapping[str, str] | None = None,
+    log: Path | None = None,
 ) -> dict[str, Any]:
     """Run a job (see `vllm_run`) and return its result. Raises EngineError when vLLM stops.
 
     env: further environment variables
+    log: file for all that vLLM says
     """
     with tempfile.TemporaryDirectory(prefix="speculant-vllm-") as folder:
         job_file, result_file = Path(folder) / "job.json", Path(folder) / "result.json"
@@ -42,20 +44,22 @@ def run_vllm(
         # copied, since Python looks for modules beside a program, and there is a vllm.py beside ours
         program = shutil.copy(PROGRAM, folder)
         command = [str(python), str(program), str(job_file), str(result_file)]
+        place = log or Path(folder) / "log.txt"
         try:
-            done = subprocess.run(
-                command,
-                env={**ENVIRONMENT, **os.environ, **(env or {})},
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-            )
+            with place.open("w") as file:
+                done = subprocess.run(
+                    command,
+                    env={**ENVIRONMENT, **os.environ, **(env or {})},
+                    stdout=file,
+                    stderr=file,
+                    timeout=timeout_s,
+                )
         except OSError as error:
             raise EngineError(f"{python}: cannot be run ({error.strerror})") from None
         except subprocess.TimeoutExpired:
             raise EngineError(f"vLLM did not finish within {timeout_s:.0f} s") from None
         if done.returncode or not result_file.is_file():
-            raise EngineError(f"vLLM stopped: {reason(done.stdout + done.stderr)}")
+            raise EngineError(f"vLLM stopped: {reason(place.read_text(errors='replace'))}")
         result: dict[str, Any] = json.loads(result_file.read_text())
         return result
 

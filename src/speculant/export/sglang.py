@@ -10,7 +10,6 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..heads.eagle1 import Eagle1Head
@@ -19,7 +18,15 @@ from ..heads.vanilla import VanillaConfig, VanillaHead
 from ..heads.weights import Head
 from .folder import ExportError
 from .keys import LAYOUTS
-from .parts import Made, Wanted, llama_config, own_tensors, vanilla_config, vanilla_tensors
+from .parts import (
+    Made,
+    Wanted,
+    llama_config,
+    own_tensors,
+    vanilla_config,
+    vanilla_tensors,
+    zero_biases,
+)
 
 
 def config(kind: str, c: Any, wanted: Wanted) -> dict[str, Any]:
@@ -35,10 +42,11 @@ def config(kind: str, c: Any, wanted: Wanted) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLMEagle3"],
         **common,
         "draft_vocab_size": c.draft_vocab_size,
-        "target_hidden_size": c.hidden_size,
+        "target_hidden_size": c.state_size,
+        "bias": c.fc_bias,
         "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        "fc_norm": c.fc_norm,
+        "norm_output": c.norm_output,
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in c.taps],
             "use_aux_hidden_state": True,
@@ -50,10 +58,9 @@ def tensors(head: Head, wanted: Wanted) -> dict[str, Tensor]:
     """All tensors."""
     if isinstance(head, VanillaHead):
         return vanilla_tensors(head, wanted)
-    out = own_tensors(head, wanted.dtype)
-    if isinstance(head, Eagle1Head):
-        out["fc.bias"] = torch.zeros(head.config.hidden_size, dtype=wanted.dtype)
-    return out
+    kind = "eagle1" if isinstance(head, Eagle1Head) else "eagle3"
+    zeros = zero_biases(LAYOUTS["sglang"][kind], head.config, wanted.dtype)
+    return own_tensors(head, wanted.dtype) | zeros
 
 
 def make(kind: str, head: Head, wanted: Wanted) -> Made:
@@ -62,8 +69,19 @@ def make(kind: str, head: Head, wanted: Wanted) -> Made:
         config=config(kind, head.config, wanted),
         tensors=tensors(head, wanted),
         files={},
-        launch=launch(kind, wanted),
+        launch=launch(kind, wanted) + newer(head.config),
     )
+
+
+def newer(c: Any) -> str:
+    """What a head of EAGLE 3.1 needs of SGLang."""
+    names = [name for name in ("fc_norm", "norm_output") if getattr(c, name, False)]
+    if not names:
+        return ""
+    return f"""
+This head has {" and ".join(names)}: it needs an SGLang with EAGLE 3.1. Older ones, the one checked
+against included, load the rest without a word and accept less.
+"""
 
 
 def launch(kind: str, wanted: Wanted) -> str:

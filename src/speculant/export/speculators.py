@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from ..heads.weights import Head
-from .parts import Made, Wanted, llama_config, own_tensors
+from .keys import VLLM_EAGLE3
+from .parts import Made, Wanted, llama_config, own_tensors, zero_biases
 from .vllm import CONFIG_FILE
 from .vllm import launch as launch_vllm
 
@@ -45,12 +46,12 @@ def config(kind: str, c: Any, wanted: Wanted) -> dict[str, Any]:
         },
         "transformer_layer_config": {**layer, "num_aux_hidden_states": len(c.taps)},
         "draft_vocab_size": c.draft_vocab_size,
-        "target_hidden_size": c.hidden_size,
+        "target_hidden_size": c.state_size,
         "eagle_aux_hidden_state_layer_ids": list(c.taps),
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        "norm_before_residual": c.norm_before_residual,
+        "norm_before_fc": c.norm_before_fc,
+        "fc_norm": c.fc_norm,
+        "norm_output": c.norm_output,
         "tie_word_embeddings": False,
         "torch_dtype": wanted.dtype_name,
     }
@@ -58,7 +59,7 @@ def config(kind: str, c: Any, wanted: Wanted) -> dict[str, Any]:
 
 def tensors(head: Head, wanted: Wanted) -> dict[str, Tensor]:
     """All tensors under the names of this format."""
-    own = own_tensors(head, wanted.dtype)
+    own = own_tensors(head, wanted.dtype) | zero_biases(VLLM_EAGLE3, head.config, wanted.dtype)
     return {name.replace("midlayer.", "layers.0."): t for name, t in own.items()}
 
 

@@ -10,7 +10,6 @@ import json
 import shlex
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..heads.eagle3 import Eagle3Config, Eagle3Head
@@ -18,16 +17,16 @@ from ..heads.medusa import MedusaConfig, MedusaHead
 from ..heads.vanilla import VanillaConfig, VanillaHead
 from ..heads.weights import Head
 from .folder import ExportError
-from .keys import LAYOUTS
+from .keys import LAYOUTS, TRT_EAGLE3, TRT_MEDUSA
 from .parts import (
     Made,
     Wanted,
     cast,
     llama_config,
-    medusa_blocks,
     own_tensors,
     vanilla_config,
     vanilla_tensors,
+    zero_biases,
 )
 
 SERVE_FILE = "trtllm.yaml"
@@ -58,27 +57,33 @@ def config(kind: str, c: Any, wanted: Wanted) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLM"],
         **llama_config(c, 1, wanted.dtype_name),
         "draft_vocab_size": c.draft_vocab_size,
-        "target_hidden_size": c.hidden_size,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        "target_hidden_size": c.state_size,
+        "bias": c.fc_bias,
+        "norm_before_fc": c.norm_before_fc,
+        "fc_norm": c.fc_norm,
+        "norm_output": c.norm_output,
+        "eagle_config": {"norm_before_fc": c.norm_before_fc},
     }
 
 
 def tensors(head: Head, wanted: Wanted) -> dict[str, Tensor]:
-    """All tensors; Medusa's with the target's LM head for every head, and biases of zero."""
+    """All tensors; Medusa's with an LM head for every head, and biases, of zero where it has none."""
     if isinstance(head, VanillaHead):
         return vanilla_tensors(head, wanted)
     if not isinstance(head, MedusaHead):
-        return own_tensors(head, wanted.dtype)
+        own = own_tensors(head, wanted.dtype)
+        return own | zero_biases(TRT_EAGLE3, head.config, wanted.dtype)
     c, out = head.config, {}
-    lm_head = cast({"": wanted.target.unembedding}, wanted.dtype)[""]
-    for (h, layer), weight in medusa_blocks(head, wanted.dtype).items():
-        out[f"{h}.{layer}.linear.weight"] = weight
-        out[f"{h}.{layer}.linear.bias"] = torch.zeros(c.hidden_size, dtype=wanted.dtype)
-    for h in range(c.num_heads):
-        out[f"{h}.{c.num_hidden_layers}.weight"] = lm_head.clone()
-    return out
+    for name, tensor in own_tensors(head, wanted.dtype).items():
+        group, h, *rest = name.split(".")  # blocks.h.layers.l.weight, lm_heads.h.weight
+        place = (
+            f"{rest[1]}.linear.{rest[2]}" if group == "blocks" else f"{c.num_hidden_layers}.weight"
+        )
+        out[f"{h}.{place}"] = tensor
+    if not c.own_lm_heads:
+        lm_head = cast({"": wanted.target.unembedding}, wanted.dtype)[""]
+        out |= {f"{h}.{c.num_hidden_layers}.weight": lm_head.clone() for h in range(c.num_heads)}
+    return out | zero_biases(TRT_MEDUSA, c, wanted.dtype)
 
 
 def make(kind: str, head: Head, wanted: Wanted) -> Made:

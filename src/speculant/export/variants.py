@@ -35,7 +35,7 @@ def wanted_tensors(
     wanted = expand(layout, c)
     if layout is VLLM_MEDUSA and not config.get("original_lm_head"):
         _, shape = wanted.pop("lm_head.weight")
-        key = Key("lm_heads.{h}.weight", ("V", "H"), MEDUSA_LM_HEAD, lent=True)
+        key = Key("lm_heads.{h}.weight", ("V", "H"), MEDUSA_LM_HEAD, lent=not c.own_lm_heads)
         wanted |= {f"lm_heads.{h}.weight": (key, shape) for h in range(c.num_heads)}
     return wanted
 

@@ -11,12 +11,21 @@ from typing import Any
 
 from torch import Tensor
 
-from ..heads.eagle3 import Eagle3Config
+from ..heads.eagle3 import Eagle3Config, Eagle3Head
 from ..heads.medusa import MedusaConfig, MedusaHead
 from ..heads.vanilla import VanillaConfig, VanillaHead
 from ..heads.weights import Head
-from .keys import LAYOUTS
-from .parts import Made, Wanted, cast, llama_config, own_tensors, vanilla_config, vanilla_tensors
+from .keys import LAYOUTS, VLLM_EAGLE1, VLLM_EAGLE3
+from .parts import (
+    Made,
+    Wanted,
+    cast,
+    llama_config,
+    own_tensors,
+    vanilla_config,
+    vanilla_tensors,
+    zero_biases,
+)
 
 CONFIG_FILE = "speculative_config.json"
 
@@ -34,8 +43,8 @@ def config(kind: str, c: Any, wanted: Wanted) -> dict[str, Any]:
             "vocab_size": c.vocab_size,
             "num_heads": c.num_heads,
             "num_hidden_layers": c.num_hidden_layers,
-            "original_lm_head": True,
-            "medusa_fc_bias": False,
+            "original_lm_head": not c.own_lm_heads,
+            "medusa_fc_bias": c.fc_bias,
             "torch_dtype": wanted.dtype_name,
         }
     common = llama_config(c, 1, wanted.dtype_name)
@@ -45,27 +54,30 @@ def config(kind: str, c: Any, wanted: Wanted) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLMEagle3"],
         **common,
         "draft_vocab_size": c.draft_vocab_size,
-        "target_hidden_size": c.hidden_size,
+        "target_hidden_size": c.state_size,
         "eagle_aux_hidden_state_layer_ids": list(c.taps),
         "num_aux_hidden_states": len(c.taps),
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        "norm_before_residual": c.norm_before_residual,
+        "norm_before_fc": c.norm_before_fc,
+        "fc_norm": c.fc_norm,
+        "norm_output": c.norm_output,
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": list(c.taps),
             "use_aux_hidden_state": True,
-            "norm_before_fc": False,
+            "norm_before_fc": c.norm_before_fc,
         },
     }
 
 
 def tensors(head: Head, wanted: Wanted) -> dict[str, Tensor]:
-    """All tensors. Medusa takes the target's LM head along, once for all heads."""
+    """All tensors. Medusa takes the target's LM head along, once for all heads without their own."""
     if isinstance(head, VanillaHead):
         return vanilla_tensors(head, wanted)
     out = own_tensors(head, wanted.dtype)
-    if isinstance(head, MedusaHead):
+    if not isinstance(head, MedusaHead):
+        layout = VLLM_EAGLE3 if isinstance(head, Eagle3Head) else VLLM_EAGLE1
+        return out | zero_biases(layout, head.config, wanted.dtype)
+    if not head.config.own_lm_heads:
         out |= cast({"lm_head.weight": wanted.target.unembedding}, wanted.dtype)
     return out
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..heads.variants import as_dict
 from ..heads.weights import KINDS, Head
 from . import sglang, speculators, tensorrt_llm, vllm
 from .folder import NOTE_FORMAT, ExportError, digest, write_checkpoint
@@ -17,6 +17,7 @@ from .keys import LAYOUTS, WHY_NOT
 from .layout import Layout
 from .parts import Made, Wanted
 from .probe import probe
+from .refused import refused
 
 
 class Format(Protocol):
@@ -68,6 +69,8 @@ def export_head(
     """
     kind = kind_of(head)
     layout = find_layout(name, kind)
+    for switch, why in refused(name, kind, head.config).items():
+        raise ExportError(f"no {name} export of a head with {switch}: {why}")
     made = FORMATS[name].make(kind, head, wanted)
     tensors = {key: tensor.contiguous() for key, tensor in made.tensors.items()}
     note = {
@@ -78,7 +81,7 @@ def export_head(
         "target": wanted.target.name,
         "num_speculative_tokens": wanted.depth,
         "speculant": _version(),
-        "head": dataclasses.asdict(head.config),
+        "head": as_dict(head.config),
         "tied": wanted.target.lm_head is None,
         "tensors": {key: digest(tensor) for key, tensor in tensors.items()},
         "probe": probe(head, wanted.dtype),

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from ..native.layers import Layers
 from .layers import Attend, Sizes
 
 
 class EagleSizes(Sizes, Protocol):
     """What drafting reads of a head's config, beside its layer's sizes.
 
-    taps:   target layers whose entering state is read, or (LAST,) for the state after the final norm
-    target: fingerprint of the target it was trained for; empty where it is not known
+    taps:       target layers whose entering state is read, or (LAST,) for the one after the final norm
+    state_size: width of the target's states
+    target:     fingerprint of the target it was trained for; empty where it is not known
     """
 
     @property
@@ -25,6 +27,9 @@ class EagleSizes(Sizes, Protocol):
 
     @property
     def taps(self) -> tuple[int, ...]: ...
+
+    @property
+    def state_size(self) -> int: ...
 
     @property
     def target(self) -> Mapping[str, Any]: ...
@@ -40,8 +45,18 @@ class EagleHead(Protocol):
     def config(self) -> EagleSizes: ...
 
     @property
+    def compiled(self) -> Layers | None:
+        """The decoder layer in the compiled library, where drafting may run it there."""
+        ...
+
+    @property
     def target_ids(self) -> Tensor:
         """[Vd] int64: the target id of every draft id, ascending."""
+        ...
+
+    @property
+    def own_embedding(self) -> Callable[[Tensor], Tensor] | None:
+        """Token ids [...] -> input embeddings [..., H] of its own; None where it uses the target's."""
         ...
 
     def parameters(self, recurse: bool = ...) -> Iterator[nn.Parameter]:
@@ -49,7 +64,7 @@ class EagleHead(Protocol):
         ...
 
     def fuse(self, taps: Tensor) -> Tensor:
-        """Tapped states [..., len(taps) * H] -> features [..., H]."""
+        """Tapped states [..., len(taps) * state_size] -> features [..., H]."""
         ...
 
     def __call__(

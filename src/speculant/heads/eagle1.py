@@ -21,17 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from .layers import MLP, Attend, Attention, Borrowed, RMSNorm, check_sizes
+from .variants import LayerVariant
 
 TAPS = (-1,)  # the state after the target's final norm (`target.base.LAST`)
 
 
 @dataclass(frozen=True)
-class Eagle1Config:
+class Eagle1Config(LayerVariant):
     """Sizes of a head, and what it belongs to.
 
     taps:     always the target's last state
     target:   fingerprint of the target (`target.load.target_fingerprint`)
     training: how it was made: command, versions, data sizes, final metrics
+
+    The switches of `LayerVariant` are those of published heads.
     """
 
     hidden_size: int
@@ -53,6 +56,12 @@ class Eagle1Config:
         if self.vocab_size < 1:
             raise ValueError(f"vocab_size is {self.vocab_size}: it must be at least 1")
         check_sizes(self)
+        self.check_variant()
+
+    @property
+    def state_size(self) -> int:
+        """Width of the target's states: the head's own, since it predicts them."""
+        return self.hidden_size
 
 
 class Layer(nn.Module):
@@ -60,9 +69,9 @@ class Layer(nn.Module):
 
     def __init__(self, c: Eagle1Config) -> None:
         super().__init__()
-        self.self_attn = Attention(c, c.hidden_size)
+        self.self_attn = Attention(c, c.hidden_size, c)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.norm_eps)
-        self.mlp = MLP(c)
+        self.mlp = MLP(c, c.mlp_bias)
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """[B, T, H] -> [B, T, H]; the residual is the layer's own input."""
@@ -74,17 +83,27 @@ class Layer(nn.Module):
 class Eagle1Head(nn.Module):
     """The head; `bind` lends it the target's LM head before `logits` is called."""
 
+    compiled: None = None
+    """Its layer has no norm before it: the library has none like that."""
+
     def __init__(self, config: Eagle1Config) -> None:
         super().__init__()
         c = self.config = config
-        self.fc = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
+        self.fc = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=c.fc_bias)
         self.layers = nn.ModuleList([Layer(c)])
+        if c.own_embeddings:
+            self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.unembed = Borrowed()
 
     @property
     def target_ids(self) -> Tensor:
         """[V] int64: the target id of every draft id: the whole vocabulary."""
         return torch.arange(self.config.vocab_size, device=self.fc.weight.device)
+
+    @property
+    def own_embedding(self) -> Callable[[Tensor], Tensor] | None:
+        """Token ids [...] -> its own input embeddings [..., H]; None where it uses the target's."""
+        return self.embed_tokens if self.config.own_embeddings else None
 
     def bind(self, unembed: Callable[[Tensor], Tensor]) -> None:
         """Use this LM head: states [..., H] -> logits [..., V] float32."""

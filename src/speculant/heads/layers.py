@@ -9,8 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..native.layers import rms_norm
+from .rope import rotary, rotate
+from .variants import LayerVariant
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries [B, heads, T, D], new keys and values [B, kv_heads, T, D] -> mixed values, as queries."""
+
+
+PLAIN = LayerVariant()
 
 
 class Sizes(Protocol):
@@ -53,27 +60,30 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Attention(nn.Module):
     """Projections and rotary embedding around an attention the caller computes.
 
-    width: of its input; EAGLE-3's is 2 H wide, all others H
+    width:   of its input; EAGLE-3's is 2 H wide, all others H
+    variant: biases and the scaling of RoPE
     """
 
-    def __init__(self, c: Sizes, width: int) -> None:
+    def __init__(self, c: Sizes, width: int, variant: LayerVariant = PLAIN) -> None:
         super().__init__()
-        self.q_proj = nn.Linear(width, c.num_heads * c.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, c.kv_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, c.kv_heads * c.head_dim, bias=False)
-        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
+        qkv, out = variant.qkv_bias, variant.o_bias
+        self.q_proj = nn.Linear(width, c.num_heads * c.head_dim, bias=qkv)
+        self.k_proj = nn.Linear(width, c.kv_heads * c.head_dim, bias=qkv)
+        self.v_proj = nn.Linear(width, c.kv_heads * c.head_dim, bias=qkv)
+        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=out)
         self.head_dim, self.rope_theta = c.head_dim, c.rope_theta
+        self.rope_scaling = variant.rope_scaling
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """x [B, T, width], positions [B, T] -> [B, T, H]."""
         rows, new, _ = x.shape
-        cos, sin = rotary(positions, self.head_dim, self.rope_theta, x.dtype)
+        cos, sin = self._turns(positions, x.dtype)
         q, k, v = (self._split(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
         mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)  # shape: [B, heads, T, D]
         out: Tensor = self.o_proj(mixed.transpose(1, 2).reshape(rows, new, -1))
@@ -81,8 +91,12 @@ class Attention(nn.Module):
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, T, width] -> keys and values [B, kv_heads, T, D], as `forward` makes them."""
-        cos, sin = rotary(positions, self.head_dim, self.rope_theta, x.dtype)
+        cos, sin = self._turns(positions, x.dtype)
         return rotate(self._split(self.k_proj(x)), cos, sin), self._split(self.v_proj(x))
+
+    def _turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, 1, T, D] of positions [B, T]."""
+        return rotary(positions, self.head_dim, self.rope_theta, dtype, self.rope_scaling)
 
     def _split(self, x: Tensor) -> Tensor:
         """[B, T, heads * D] -> [B, heads, T, D]."""
@@ -92,11 +106,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, c: Sizes) -> None:
+    def __init__(self, c: Sizes, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(c.hidden_size, c.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] -> [..., H]."""
@@ -131,17 +145,3 @@ def causal(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(
         queries, keys, values, is_causal=True, enable_gqa=groups > 1
     )
-
-
-def rotary(positions: Tensor, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, 1, T, D] for positions [B, T]."""
-    steps = torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device)
-    angles = positions[..., None].float() / theta ** (steps / dim)  # shape: [B, T, D / 2]
-    angles = torch.cat([angles, angles], dim=-1)[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B, heads, T, D], halves convention."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin

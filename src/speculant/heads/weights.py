@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ from .eagle1 import Eagle1Config, Eagle1Head
 from .eagle3 import Eagle3Config, Eagle3Head
 from .medusa import MedusaConfig, MedusaHead
 from .vanilla import VanillaConfig, VanillaHead
+from .variants import as_dict
 
 FORMAT = "speculant-head-1"
 COMPARED = ("architecture", "hidden_size", "num_layers", "vocab_size", "weights_sha256",
@@ -50,7 +50,7 @@ def save_head(head: Head, folder: Path, dtype: torch.dtype = torch.bfloat16) -> 
             for name, t in head.state_dict().items()
         }
         save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
-        config = {"format": FORMAT, "kind": kind, **dataclasses.asdict(head.config)}
+        config = {"format": FORMAT, "kind": kind, **as_dict(head.config)}
         (part / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         old = folder.with_name(f".{folder.name}.old")
         if folder.exists():

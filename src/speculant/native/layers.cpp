@@ -22,6 +22,7 @@ struct Matrix {
 
 struct Layer {
   const float *input_norm, *q_norm, *k_norm, *mlp_norm;  // [H], [D] or null, [D] or null, [H]
+  const float *beside_norm;  // [H] or null: an EAGLE layer, see Pass.beside
   Matrix qkv, out, gate_up, down;
 };
 
@@ -33,6 +34,7 @@ struct Model {
 
 struct Pass {
   float *hidden;            // [B * T, H], in and out
+  const float *beside;      // [B * T, H] or null: its norm stands before hidden's in QKV's input
   const float *cos, *sin;   // [B * T, D / 2]
   float *keys, *values;     // of layer 0; the next one's lie layer_stride further on
   float *const *taps;       // [count + 1]: where to copy the state that enters a layer, or null
@@ -52,7 +54,8 @@ void norm(const float *x, const float *weight, float *out, int64_t size, float e
   }
   for (; i < size; ++i) rest += x[i] * x[i];
   const float factor = 1 / std::sqrt((total(squares) + rest) / size + eps);
-  for (i = 0; i < size; ++i) out[i] = x[i] * factor * weight[i];
+  for (i = 0; i + LANES <= size; i += LANES) store(out + i, load(x + i) * factor * load(weight + i));
+  for (; i < size; ++i) out[i] = x[i] * factor * weight[i];
 }
 
 void rotate(float *x, const float *cos, const float *sin, int64_t dim) {
@@ -91,8 +94,14 @@ struct Buffers {
 void attention(const Model &m, const Layer &layer, const Pass &pass, int64_t index, Buffers &b) {
   const int64_t rows = pass.batch * pass.tokens, width = layer.qkv.outputs, dim = m.dim;
   const int threads = static_cast<int>(pass.threads);
-  for (int64_t r = 0; r < rows; ++r)
-    norm(pass.hidden + r * m.hidden, layer.input_norm, &b.normed[r * m.hidden], m.hidden, m.eps);
+  for (int64_t r = 0; r < rows; ++r) {
+    float *to = &b.normed[r * layer.qkv.inputs];
+    if (layer.beside_norm) {
+      norm(pass.beside + r * m.hidden, layer.beside_norm, to, m.hidden, m.eps);
+      to += m.hidden;
+    }
+    norm(pass.hidden + r * m.hidden, layer.input_norm, to, m.hidden, m.eps);
+  }
   multiply(layer.qkv, b.normed.data(), b.wide.data(), rows, threads);
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t h = 0; h < m.heads + m.kv_heads; ++h) {
@@ -138,7 +147,7 @@ extern "C" void speculant_layers(const Model *model, const Pass *pass) {
     const int64_t most = layer.qkv.outputs > layer.gate_up.outputs ? layer.qkv.outputs : layer.gate_up.outputs;
     wide = most > wide ? most : wide;
   }
-  b.normed.resize(size);
+  b.normed.resize(pass->beside ? 2 * size : size);
   b.back.resize(size);
   b.wide.resize(rows * wide);
   b.mixed.resize(rows * model->heads * model->dim);
@@ -148,4 +157,9 @@ extern "C" void speculant_layers(const Model *model, const Pass *pass) {
     attention(*model, model->layers[i], *pass, i, b);
     feed_forward(*model, model->layers[i], *pass, b);
   }
+}
+
+// x / root mean square * weight, row by row [rows, size].
+extern "C" void speculant_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t size, float eps) {
+  for (int64_t r = 0; r < rows; ++r) norm(x + r * size, weight, out + r * size, size, eps);
 }

@@ -6,7 +6,9 @@ eight rows, 11.7 instead of 12.6 at one.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +18,34 @@ from .linear import PackedLinear
 
 PAGE, LINE = 2 << 20, 64  # bytes of a huge page and of a cache line
 PARTS = ("weight", "scales", "minima")
+ENOUGH = 24 << 20
+"""Bytes of matrices that share a mapping: few half-used pages, and never a second copy of the model."""
+
+
+class Mover:
+    """Moves matrices as they are loaded, some at a time."""
+
+    def __init__(self) -> None:
+        self._waiting: list[PackedLinear] = []
+
+    def add(self, *matrices: PackedLinear | None) -> None:
+        """Take matrices; None is passed over."""
+        self._waiting += [matrix for matrix in matrices if matrix is not None]
+        if sum(matrix.nbytes for matrix in self._waiting) >= ENOUGH:
+            self.finish()
+
+    def finish(self) -> None:
+        """Move what waits."""
+        move_to_huge_pages(self._waiting)
+        self._waiting = []
+        give_back_memory()
+
+
+def give_back_memory() -> None:
+    """Return what the allocator keeps of freed memory to the system, with glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def move_to_huge_pages(matrices: Sequence[PackedLinear]) -> None:

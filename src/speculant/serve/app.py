@@ -12,9 +12,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from .. import __version__
+from ..control import Control
 from ..drafts import DRAFTS
+from .depth import ByLoad
 from .errors import ApiError, from_validation
 from .schema import ChatRequest, CompletionRequest, ErrorBody
 from .security import Guard, openapi_security
@@ -48,6 +51,7 @@ def create_app(service: Service) -> FastAPI:
         version=__version__,
         docs_url=None,  # both pages load scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,  # a redirect is no answer in OpenAI's shape
         lifespan=lifespan,
         responses=ERRORS,
     )
@@ -56,7 +60,14 @@ def create_app(service: Service) -> FastAPI:
     _routes(app, service)
     _describe(app, service)
     # not a mount, which would answer 404 where a path exists and the method does not
-    app.router.default = StaticFiles(directory=PAGE, html=True, check_dir=False)
+    files = StaticFiles(directory=PAGE, html=True, check_dir=False)
+
+    async def elsewhere(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1/"):
+            raise HTTPException(404)  # whatever the method: files would answer a POST with 405
+        await files(scope, receive, send)
+
+    app.router.default = elsewhere
     return app
 
 
@@ -104,15 +115,18 @@ def _routes(app: FastAPI, service: Service) -> None:
 
 
 def describe(service: Service) -> dict[str, Any]:
-    """Model, limits and drafts. depth: most tokens deep; nodes: most tokens of a round."""
+    """Model, limits and drafts. depth: most tokens deep; nodes: most tokens of a round; round_ms:
+    rows at once -> what a round of each depth costs, by --adaptive's measurement; null: fixed."""
     drafts = []
     lanes = zip(service.worker.lanes, service.worker.engine.lanes, strict=True)
     for name, lane in lanes:
         info, health = lane.draft.info, service.worker.health[name]
         text = DRAFTS[info.name][0] if info.name in DRAFTS else info.name
         parts = {"name": name, "draft": info.name, "description": text}
-        sizes = {"depth": info.depth, "nodes": info.max_nodes, "tree": info.max_nodes > info.depth}
-        drafts.append({**parts, **sizes, "enabled": health.reason is None, "reason": health.reason})
+        depth, tree = service.reader.drafts[name], info.max_nodes > info.depth
+        sizes = {"depth": depth, "nodes": info.max_nodes, "tree": tree}
+        state = {"enabled": health.reason is None, "reason": health.reason}
+        drafts.append({**parts, **sizes, **state, "round_ms": _round_ms(lane.control)})
     return {
         "model": service.settings.model_name,
         "chat": service.target.tokenizer.has_chat_template,
@@ -120,6 +134,15 @@ def describe(service: Service) -> dict[str, Any]:
         "default": service.worker.lanes[0],
         "drafts": drafts,
         "tasks": list(service.settings.tasks),
+    }
+
+
+def _round_ms(control: Control) -> dict[int, dict[int, float]] | None:
+    if not isinstance(control, ByLoad):
+        return None
+    return {
+        rows: {d: round(ms, 3) for d, ms in zip(costs.depths, costs.round_ms(), strict=True)}
+        for rows, costs in control.tables.items()
     }
 
 

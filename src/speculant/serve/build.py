@@ -9,9 +9,10 @@ from ..drafts.base import Draft
 from ..engine import Engine
 from ..target.base import Target
 from .asked import Reader
+from .depth import by_load
 from .grammar import Grammars
+from .guarded import Guarded
 from .metrics import ServeMetrics
-from .resume import resume
 from .service import Service
 from .settings import Settings
 from .worker import PLAIN, Worker
@@ -26,6 +27,7 @@ def build_service(
     capacity: int | None = None,
     num_draft_tokens: int | None = None,
     rule: str = "block",
+    adaptive: bool = False,
     reuse: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> Service:
@@ -33,12 +35,13 @@ def build_service(
 
     drafts:   by the names that requests use, the default first; "none" must be among them
     max_rows: answers that run at once; capacity: most tokens of prompt and output
+    adaptive: draft as deep as pays in every request, by costs that are measured here
     reuse:    keep the cache of a finished request for the next turn of its conversation
     """
     if PLAIN not in drafts:
         raise ValueError(f"the drafts must hold {PLAIN!r}")
     names = list(drafts)
-    first, *others = drafts.values()
+    first, *others = (Guarded(draft) for draft in drafts.values())
     engine = Engine(
         target,
         first,
@@ -47,10 +50,17 @@ def build_service(
         num_draft_tokens=num_draft_tokens,
         rule=rule,
         others=others,
-        resume=resume if reuse else None,
+        reuse=reuse,
     )
+    if adaptive:
+        for lane, name in zip(engine.lanes, names, strict=True):
+            if lane.draft.info.depth:
+                deepest = None if lane.index else num_draft_tokens
+                lane.control = by_load(target, drafts[name], deepest, max_rows)
     metrics = ServeMetrics(settings.model_name)
     worker = Worker(engine, names, metrics, max_rows + settings.max_queue, clock)
     depths = {name: draft.info.depth for name, draft in drafts.items()}
+    if num_draft_tokens is not None:
+        depths[names[0]] = min(num_draft_tokens, depths[names[0]])
     reader = Reader(target, Grammars(target), engine.capacity, depths, PLAIN)
     return Service(target, worker, reader, metrics, settings)

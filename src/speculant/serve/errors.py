@@ -118,4 +118,6 @@ def _weight(error: Mapping[str, Any]) -> int:
 
 def _path(place: Sequence[str | int]) -> str:
     """messages.0.content; pydantic's names of a union's branches, and keys of maps, are left out."""
-    return ".".join(str(part) for part in place if isinstance(part, int) or part in FIELDS)
+    at = [*place].index("response_format") + 1 if "response_format" in place else len(place)
+    named = (*place[:at], *place[at + 1 :])  # its branches are named as their `type`, fields too
+    return ".".join(str(part) for part in named if isinstance(part, int) or part in FIELDS)

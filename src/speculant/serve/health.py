@@ -19,6 +19,12 @@ MOST_SILENT = 128
 """Rounds in a row in which a model that always drafts drafted nothing: its state holds NaN."""
 FIRST_PAUSE_S = 300.0
 LONGEST_PAUSE_S = 4 * 3600.0
+REASONS = {
+    "nan": "it drafts nothing, as with NaN in its weights",
+    "acceptance": "next to nothing of what it drafts is accepted",
+    "error": "it failed",
+}
+"""Why a draft is off, in words."""
 
 
 @dataclass

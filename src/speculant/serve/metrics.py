@@ -42,6 +42,9 @@ class ServeMetrics:
             "Drafted tokens accepted at a position, from 0",
             [*task, "position"],
         )
+        self.depths = self._counter(
+            "draft_depth", "Rounds by how deep the draft was asked to go", [*task, "depth"]
+        )
         self.forwards = self._counter(
             "target_forwards", "Target forwards, counted once a request in them", task
         )
@@ -81,10 +84,10 @@ class ServeMetrics:
         """The text that Prometheus reads."""
         return generate_latest(self.registry)
 
-    def mean_answer_s(self) -> float:
-        """Seconds that recent answers took; 1 before the first."""
+    def retry_after_s(self) -> int:
+        """A guess at when a slot is free: as long as recent answers took, in whole seconds."""
         recent = list(self._recent)
-        return sum(recent) / len(recent) if recent else 1.0
+        return max(1, min(60, round(sum(recent) / len(recent)))) if recent else 1
 
     def load(self, running: int, waiting: int) -> None:
         """Answers in slots and in the queue."""
@@ -101,7 +104,7 @@ class ServeMetrics:
         self.prefix_hits.labels(self._model).inc(choice.reused)
 
     def round(self, ticket: Ticket, choice: Choice, piece: Piece, now: float) -> None:
-        """A round of one answer. Notes the times of its first and its newest token."""
+        """A round of one answer. Notes its depth, and the times of its first and newest token."""
         times, count = choice.times, len(piece.token_ids)
         labels = (self._model, choice.served_by, ticket.task)
         self.forwards.labels(*labels).inc()
@@ -116,6 +119,9 @@ class ServeMetrics:
                 self.between.labels(self._model).observe((now - times.last_token) / count)
         times.last_token = now
         drafted = piece.drafted
+        if drafted is not None:
+            choice.depths[drafted.budget] += 1
+            self.depths.labels(*labels, str(drafted.budget)).inc()
         if drafted is not None and drafted.tokens:
             self.num_drafts.labels(*labels).inc()
             self.num_draft_tokens.labels(*labels).inc(len(drafted.tokens))

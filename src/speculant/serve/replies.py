@@ -181,7 +181,7 @@ def metrics(ticket: Ticket) -> dict[str, Any]:
     drafts = sorted({choice.served_by for choice in ticket.choices})
     return {
         "speculative_decoding": speculative_decoding(ticket.counters)
-        | {"draft": drafts[0] if len(drafts) == 1 else ",".join(drafts)},
+        | {"depth_histogram": ticket.depth_histogram, "draft": ",".join(drafts)},
         "timing": timing(first),
     }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError
+from .errors import ApiError, bad_request
 from .settings import Settings
 
 KEYED = ("/v1/", "/metrics", "/speculation")
@@ -91,11 +91,16 @@ class Guard:
         length = headers.get("content-length", "0")
         if length.isdigit() and int(length) > self.settings.max_body_bytes:
             raise self._too_large()
+        if scope["query_string"] and path.startswith("/v1/"):
+            message = "parameters go into the body, not behind the path"
+            raise bad_request(message, code="unsupported_parameter")
         if scope["method"] == "POST" and path.startswith("/v1/"):
             # a form of another site can post text without asking; it cannot post JSON
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise ApiError(415, "the body must be application/json", "unsupported_media_type")
+            if headers.get("content-encoding", "identity").lower() != "identity":
+                raise ApiError(415, "the body must not be compressed", "unsupported_media_type")
 
     async def _read(self, receive: Receive) -> Receive:
         """Read the whole body, within its limits; a `receive` that gives it and goes on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ class Choice:
     draft:            the name of the lane asked for; served_by: of the one that took it
     num_draft_tokens: at most so many tokens deep; None: as the draft does
     reused:           prompt tokens that were in the cache already
+    depths:           rounds by how deep the draft was asked to go
     """
 
     index: int
@@ -44,6 +46,7 @@ class Choice:
     served_by: str = ""
     reused: int = 0
     emitted: int = 0
+    depths: Counter[int] = field(default_factory=Counter)
     times: Times = field(default_factory=lambda: Times(0.0))
     finish_reason: str | None = None
 
@@ -85,3 +88,9 @@ class Ticket:
         for choice in self.choices:
             total.merge(choice.counters)
         return total
+
+    @property
+    def depth_histogram(self) -> list[int]:
+        """Rounds of all answers in which the draft was asked to go 0, 1, 2, ... deep."""
+        total = sum((choice.depths for choice in self.choices), Counter[int]())
+        return [total[depth] for depth in range(max(total, default=-1) + 1)]

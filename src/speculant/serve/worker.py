@@ -18,8 +18,10 @@ from typing import Any
 from ..admission import Lane
 from ..engine import Engine
 from ..request import RequestError
+from .depth import ByLoad
 from .errors import ApiError, bad_request, broken, down, late, leaving, too_complex
-from .health import Health, health_of
+from .guarded import Guarded
+from .health import REASONS, Health, health_of
 from .metrics import ServeMetrics
 from .ticket import Choice, Event, Ticket
 
@@ -28,7 +30,7 @@ log = logging.getLogger("speculant.serve")
 PLAIN = "none"
 """The lane that drafts nothing; it is always there."""
 MOST_FAILURES = 3
-"""Rounds in a row that failed without a draft's part in it, after which the engine is given up."""
+"""Rounds in a row that failed without a draft, after which the engine is given up."""
 
 
 class Worker:
@@ -71,16 +73,14 @@ class Worker:
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a request. Raises ApiError: 429 when the queue is full, 503 when it has to be."""
-        if self.dead:
-            raise down()
-        if self.draining:
-            raise leaving()
+        if self.dead or self.draining:
+            raise down() if self.dead else leaving()
         with self._lock:
             if self._inflight + len(ticket.choices) > self.capacity:
                 self.metrics.refused("queue_full")
                 raise ApiError(
                     429, "too many requests are waiting: try again later", "queue_full",
-                    retry_after_s=self._wait_s(),
+                    retry_after_s=self.metrics.retry_after_s(),
                 )  # fmt: skip
             self._inflight += len(ticket.choices)
         now = self.clock()
@@ -106,10 +106,6 @@ class Worker:
         self._commands.put(("stop", None))
         if self._thread.is_alive():
             self._thread.join()
-
-    def _wait_s(self) -> int:
-        """A guess at when a slot is free: as long as an answer takes, in whole seconds."""
-        return max(1, min(60, round(self.metrics.mean_answer_s())))
 
     # ---- the thread
 
@@ -137,23 +133,17 @@ class Worker:
             wait = False
             if what == "stop":
                 return False
-            if what == "submit":
-                assert ticket is not None
+            if ticket is None:  # drain: a request of which a part runs is finished as a whole
+                self._fail([c for t, c in self._live.values() if not t.running], leaving())
+            elif what == "submit":
                 self._submit(ticket)
-            elif what == "cancel":
-                assert ticket is not None
-                self._cancel(ticket.choices, "cancelled")
-            else:  # drain: a request of which a part runs is finished as a whole
-                waiting = [c for t, c in self._live.values() if not t.running]
-                self._fail(waiting, leaving())
+            else:
+                self._cancel(ticket.choices)
 
     def _refuse_rest(self) -> None:
         """Answer what was queued while the thread ended."""
-        while True:
-            try:
-                what, ticket = self._commands.get(block=False)
-            except queue.Empty:
-                return
+        while not self._commands.empty():
+            what, ticket = self._commands.get()
             if what == "submit" and ticket is not None:
                 self._fail(ticket.choices, down(), ticket)
 
@@ -190,28 +180,52 @@ class Worker:
             self.metrics.admitted(choice)
         running = [c for _, c in self._live.values() if c.times.admitted is not None]
         self.metrics.load(len(running), len(self._live) - len(running))
-        self._guarded(self.engine.prefill, [c for c in running if not c.emitted])
+        self._guarded(self.engine.prefill, self._unread)
         for name, lane in zip(self.lanes, self.engine.lanes, strict=True):
             rows = [c for c in running if c.served_by == name and c.number in self._live]
             if rows:
-                self._guarded(partial(self._round, name, lane), rows)
+                a_round = partial(self._round, name, lane, rows)
+                self._guarded(a_round, partial(self._ended_by, name, rows))
+        self._retire()
 
-    def _guarded(self, action: Callable[[], Any], rows: list[Choice]) -> None:
-        """Run a part of a turn; when it fails, its rows do, and drafts with a part in it are off."""
+    def _guarded(self, action: Callable[[], Any], victims: Callable[[], list[Choice]]) -> None:
+        """Run a part of a turn. When it fails, its victims do, with 500."""
         try:
             action()
         except Exception:
             log.exception("the engine failed in a round")
-            drafts = {choice.served_by for choice in rows} - {PLAIN}
-            self._fail([c for c in rows if c.number in self._live], broken())
-            for name in drafts:
-                self._switch_off(name, "error")
-            self._failures += not drafts
+            self._fail(victims(), broken())
             if self._failures >= MOST_FAILURES:
                 raise
 
-    def _round(self, name: str, lane: Lane) -> None:
+    def _unread(self) -> list[Choice]:
+        """Answers whose prompt is not in the cache yet: those that a failed prefill ends."""
+        self._failures += 1
+        read = {number for number, _ in self.engine.slots()}
+        return [c for _, c in self._live.values() if c.times.admitted and c.number not in read]
+
+    def _ended_by(self, name: str, rows: list[Choice]) -> list[Choice]:
+        """Answers that a failed round ends. With a draft, which is then off, the others go on: the
+        round committed nothing of theirs, so that they can have it again without one."""
+        if name == PLAIN:
+            self._failures += 1
+            return [c for c in rows if c.number in self._live]
+        self._switch_off(name, "error")
+        held, numbers = self.engine.lengths(), {c.number for c in rows}
+        mine = [(number, c) for number, (_, c) in self._live.items() if number in numbers]
+        return [c for number, c in mine if held.get(number) != len(c.ids) + c.emitted]
+
+    def _retire(self) -> None:
+        """Take drafts that failed meanwhile out of use."""
+        for name, lane in zip(self.lanes, self.engine.lanes, strict=True):
+            failed = isinstance(lane.draft, Guarded) and lane.draft.failed
+            if failed and self.health[name].reason != "error":
+                self._switch_off(name, "error")
+
+    def _round(self, name: str, lane: Lane, rows: list[Choice]) -> None:
         """A round of a lane; tells the draft's health, and hands out the pieces."""
+        if isinstance(lane.control, ByLoad):
+            lane.control.enter([choice.params for choice in rows])
         pieces = self.engine.round(lane)
         now, self._failures = self.clock(), 0
         reasons: set[str | None] = set()
@@ -219,11 +233,8 @@ class Worker:
             ticket, choice = self._live[piece.request]
             if piece.error:
                 log.error("%s", piece.error)
-                complex_form = choice.constraint is not None and choice.constraint.error
-                self._end(choice, "error")
-                self.metrics.cancelled("error")
-                error = too_complex() if complex_form else broken()
-                self._out.append((ticket, Event(choice, error=error)))
+                unfit = choice.constraint is not None and choice.constraint.error
+                self._fail([choice], too_complex() if unfit else broken())
                 continue
             self.metrics.round(ticket, choice, piece, now)
             choice.emitted += len(piece.token_ids)
@@ -239,12 +250,7 @@ class Worker:
 
     def _switch_off(self, name: str, reason: str) -> None:
         """A draft misbehaves: everything it served goes on without one."""
-        why = {
-            "nan": "it drafts nothing, as with NaN in its weights",
-            "acceptance": "next to nothing of what it drafts is accepted",
-            "error": "it failed",
-        }
-        log.warning("draft %s is switched off: %s", name, why[reason])
+        log.warning("draft %s is switched off: %s", name, REASONS[reason])
         self.health[name].switch_off(reason)
         self.metrics.switched_off(name, reason)
         self.engine.reroute(self.lanes.index(name), self.lanes.index(PLAIN))
@@ -252,12 +258,12 @@ class Worker:
             if choice.served_by == name:
                 choice.served_by = PLAIN
 
-    def _cancel(self, choices: Iterable[Choice], reason: str) -> None:
+    def _cancel(self, choices: Iterable[Choice]) -> None:
         for choice in choices:
             if choice.number in self._live:
                 self.engine.cancel(choice.number)
-                self.metrics.cancelled(reason)
-                self._end(choice, reason)
+                self.metrics.cancelled("cancelled")
+                self._end(choice, "cancelled")
 
     def _fail(self, choices: list[Choice], error: ApiError, ticket: Ticket | None = None) -> None:
         """End answers with an error. ticket: of choices that never reached the engine."""

@@ -135,9 +135,9 @@ def compiled_layers(
     for layer in layers:
         norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.mlp_norm)
         own = [linear.own for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        packed = [linear for linear in own if linear is not None]
-        if len(packed) < len(own):
+        qkv, out, gate_up, down = own
+        if qkv is None or out is None or gate_up is None or down is None:
             return None
-        found.append(LayerWeights(*norms, *packed))
+        found.append(LayerWeights(*norms, qkv, out, gate_up, down))
     sizes = (config.num_heads, config.kv_heads, config.head_dim, config.intermediate_size)
     return Layers(found, *sizes, config.norm_eps)

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from ..attention import Reading
 from ..cache import CacheRows, KVCache
-from ..native.memory import move_to_huge_pages
+from ..native.layers import rms_norm
+from ..native.memory import Mover
 from .base import LAST, LoadError, TargetInfo, Tokenizer
 from .layers import Layer, Tensors, compiled_layers, read_layer
 from .linear import Embedding, Linear
@@ -148,13 +149,16 @@ class LlamaTarget:
             if config.tied:
                 reader.discard("lm_head.weight")
             table = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
-            head = reader.linear([table], [size], keep=config.tied)
-            layers = [read_layer(reader, config, i) for i in range(config.num_layers)]
+            head, mover = reader.linear([table], [size], keep=config.tied), Mover()
+            mover.add(head.own)
+            layers: list[Layer] = []
+            for i in range(config.num_layers):
+                layers.append(x := read_layer(reader, config, i))
+                mover.add(x.qkv.own, x.out.own, x.gate_up.own, x.down.own)
+            mover.finish()
             norm = reader.take("model.norm.weight", (config.hidden_size,), copy=True)
             embedding = reader.rows("model.embed_tokens.weight", size)
             reader.finish()
-            every = (head, *(m for x in layers for m in (x.qkv, x.out, x.gate_up, x.down)))
-            move_to_huge_pages([m.own for m in every if m.own is not None])
         return LlamaTarget(config, layers, embedding, norm, head, tokenizer, name)
 
     def pruned(self, num_layers: int) -> LlamaTarget:
@@ -226,7 +230,7 @@ class LlamaTarget:
             hidden = self._run(hidden, positions, reading, tapped, inner)
         if not need_logits and LAST not in taps:
             return None, _join(tapped, taps)
-        hidden = F.rms_norm(hidden, self.norm.shape, self.norm, self.config.norm_eps)
+        hidden = rms_norm(hidden, self.norm, self.config.norm_eps)
         tapped[LAST] = hidden
         logits = self.unembed(hidden) if need_logits else None  # shape: [B, T, V]
         return logits, _join(tapped, taps)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,28 +82,20 @@ def load_target(
     place = _device(device)
     kind = _dtype(dtype, config, place)
     if backend != "hf":
+        from ..native.memory import give_back_memory
         from .llama import LlamaTarget, fits
 
         reason = fits(config)
         if reason is None:
             target = LlamaTarget.from_folder(folder, tokenizer, name, kind, place, weights)
             target.info = replace(target.info, folder=folder)
-            _give_back_memory()
+            give_back_memory()
             return target
         if backend == "llama":
             raise LoadError(f"{name}: the llama backend does not fit: {reason}; use hf")
     if weights:
         raise LoadError(f"{name}: --weights {weights} needs the fast decoder (--backend llama)")
     return _load_hf(folder, tokenizer, name, kind, place)
-
-
-def _give_back_memory() -> None:
-    """Return what loading used for a while to the system: 40 MB for the bundled model, with glibc."""
-    import ctypes
-
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def resolve(source: str | Path) -> tuple[Path, str]:

@@ -1,0 +1,243 @@
+"""What is compared: our own decoding under every setting, and what others offer.
+
+All count the same: tokens appended to the prompt, over the time of decoding without the prompt's
+prefill.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..control import Adaptive
+from ..drafts import load_draft
+from ..drafts.base import Draft
+from ..engine import Engine
+from ..metrics import Counters
+from ..pace import measure_costs
+from ..sampling import SamplingParams
+from ..target.base import Target
+from .asked import Asked
+
+PLAIN = "plain"
+
+
+@dataclass
+class Spent:
+    """Where the time of decoding went, in milliseconds, over so many rounds.
+
+    draft_ms:    proposing, and keeping the draft up to date
+    forward_ms:  the target's forward over root and drafted tokens: verification's arithmetic
+    sampling_ms: acceptance rule, sampling, committing and rolling back
+    wall_ms:     all of it, as a clock beside the engine saw it
+    """
+
+    rounds: int = 0
+    draft_ms: float = 0.0
+    forward_ms: float = 0.0
+    sampling_ms: float = 0.0
+    wall_ms: float = 0.0
+
+    def add(self, other: Spent) -> None:
+        """Add what another run spent."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def per_round(self) -> dict[str, float]:
+        """Milliseconds a round: draft, verify (the target's forward), sampling, other, total."""
+        parts = {"draft": self.draft_ms, "verify": self.forward_ms, "sampling": self.sampling_ms}
+        parts["other"] = max(0.0, self.wall_ms - sum(parts.values()))
+        rounds = max(1, self.rounds)
+        return {name: ms / rounds for name, ms in {**parts, "total": self.wall_ms}.items()}
+
+    @property
+    def loop_share(self) -> float:
+        """Share of the time that is neither the target's forward nor the draft."""
+        return 1 - (self.forward_ms + self.draft_ms) / self.wall_ms if self.wall_ms else 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One group of prompts, answered.
+
+    tokens:    what was appended to each prompt
+    counted:   how many of them decode_ms is the time of
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    counted: int
+    decode_ms: float
+    spent: Spent | None = None
+    counters: Counters | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a contender is called, and under what it runs.
+
+    name:    plain, the draft as it was asked for, or the peer's
+    weights: what it computes in
+    peer:    it is not ours: at batch 1 and temperature 0 only
+    """
+
+    name: str
+    weights: str
+    temperature: float
+    batch: int
+    peer: bool = False
+
+    @property
+    def label(self) -> str:
+        """For a line of progress."""
+        return f"{self.name}, {self.weights}, temperature {self.temperature:g}, x{self.batch}"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that answers groups of `entry.batch` prompts."""
+
+    entry: Entry
+    run: Callable[[Sequence[Asked]], Outcome]
+
+
+class Peer(Protocol):
+    """Somebody else's decoder of the same model, entered as a context while it runs.
+
+    name:    what tables call it
+    weights: what it computes in, such as "float32" or "Q4_1 GGUF"
+    """
+
+    name: str
+    weights: str
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: Any) -> Any: ...
+
+    def run(self, prompt_ids: list[int], max_tokens: int) -> tuple[list[int], float]:
+        """Greedy tokens appended to the prompt, up to EOS or `max_tokens`, and the milliseconds from
+        the first of them to the last: the prompt's prefill, which gives the first, is left out."""
+        ...
+
+
+def parse_contender(spec: str) -> tuple[str, int, str]:
+    """`NAME`, `NAME:NODES`, `NAME@DEPTH` or `NAME@auto` as (name, nodes, depth): 0, "" not given."""
+    rest, _, depth = spec.partition("@")
+    name, _, nodes = rest.partition(":")
+    if nodes and not (nodes.isdecimal() and int(nodes)):
+        raise ValueError("after the colon comes a number of nodes")
+    if ("@" in spec or depth) and depth != "auto" and not (depth.isdecimal() and int(depth)):
+        raise ValueError("after the @ comes a depth from 1, or auto")
+    return name, int(nodes or 0), depth
+
+
+def is_adaptive(spec: str) -> bool:
+    """True for `NAME@auto`."""
+    return spec.endswith("@auto")
+
+
+def family(spec: str) -> str:
+    """The draft of a spec, its nodes included and its depth left out."""
+    return spec.partition("@")[0]
+
+
+def make_draft(target: Target, spec: str) -> tuple[Draft, dict[str, Any]]:
+    """The draft of a spec, or plain decoding's, and the engine's options for it.
+
+    auto measures the costs of rounds first, at batch 1. Raises ValueError for what does not fit.
+    """
+    if spec == PLAIN:
+        return load_draft("none", target), {}
+    name, nodes, depth = parse_contender(spec)
+    draft = load_draft(name, target, **({"tree": nodes} if nodes else {}))
+    if depth == "auto":
+        return draft, {"control": Adaptive(measure_costs(target, draft))}
+    if depth and int(depth) > draft.info.depth:
+        draft = load_draft(name, target, num_draft_tokens=int(depth))
+    return draft, ({"num_draft_tokens": int(depth)} if depth else {})
+
+
+def ours(
+    target: Target,
+    weights: str,
+    spec: str,
+    temperatures: Sequence[float],
+    batches: Sequence[int],
+    max_tokens: int,
+) -> list[Contender]:
+    """Our decoding with one draft, at every temperature and batch size."""
+    draft, options = make_draft(target, spec)
+
+    def at(temperature: float) -> Callable[[Sequence[Asked]], Outcome]:
+        def run(group: Sequence[Asked]) -> Outcome:
+            params = [asked.params(max_tokens, temperature) for asked in group]
+            return decode(target, draft, [asked.ids for asked in group], params, **options)
+
+        return run
+
+    return [Contender(Entry(spec, weights, t, b), at(t)) for b in batches for t in temperatures]
+
+
+def decode(
+    target: Target,
+    draft: Draft,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    **options: Any,
+) -> Outcome:
+    """Answer prompts together: prefill all of them, then time rounds until the last one ends.
+
+    options: of `Engine`. Raises FloatingPointError when the target's logits broke.
+    """
+    longest = max(len(ids) + mine.max_tokens for ids, mine in zip(prompts, params, strict=True))
+    capacity = min(longest, target.info.context_length)
+    engine = Engine(target, draft, max_rows=len(prompts), capacity=capacity, **options)
+    counters = [Counters() for _ in prompts]
+    numbers = [
+        engine.submit(list(ids), mine, counts)
+        for ids, mine, counts in zip(prompts, params, counters, strict=True)
+    ]
+    tokens: dict[int, list[int]] = {number: [] for number in numbers}
+    engine.admit()
+    while len(engine.slots()) < len(prompts):
+        engine.prefill()
+    wall_ms, last = 0.0, numbers[0]
+    while engine.busy:
+        began = time.perf_counter()
+        pieces = engine.round(engine.lanes[0])
+        wall_ms += 1e3 * (time.perf_counter() - began)
+        for piece in pieces:
+            if piece.error:
+                raise FloatingPointError(piece.error)
+            tokens[piece.request] += piece.token_ids
+            last = piece.request
+    # all rows began together, so that the one that ended last was in every round
+    whole = counters[numbers.index(last)]
+    spent = Spent(
+        whole.target_forwards,
+        whole.draft_ms,
+        whole.forward_ms,
+        whole.verify_ms - whole.forward_ms,
+        wall_ms,
+    )
+    total = Counters()
+    for counts in counters:
+        total.merge(counts)
+    answers = tuple(tuple(tokens[number]) for number in numbers)
+    return Outcome(answers, sum(map(len, answers)), wall_ms, spent, total)
+
+
+def theirs(peer: Peer, max_tokens: int) -> Contender:
+    """A peer at batch 1 and temperature 0.
+
+    Its first token comes out of the prefill, whose time is not counted, so that it does not count.
+    """
+
+    def run(group: Sequence[Asked]) -> Outcome:
+        (asked,) = group
+        tokens, decode_ms = peer.run(list(asked.ids), max_tokens)
+        return Outcome((tuple(tokens),), max(0, len(tokens) - 1), decode_ms)
+
+    return Contender(Entry(peer.name, peer.weights, 0.0, 1, peer=True), run)
