@@ -6,7 +6,7 @@ kept: the same command goes on where it stopped.
 
     python scripts/head_curves.py --data data/a --data data/b --questions questions.jsonl --out curves
 
-For `curves.json` and the pictures `scaling.png` and `ttt.png`; `--only` picks runs by name.
+Writes `curves.json`, `curves.md` and the pictures `scaling.png` and `ttt.png`; `--only` picks runs.
 """
 
 from __future__ import annotations
@@ -142,6 +142,26 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
         save(figure, out / "ttt.png")
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows in Markdown: acceptance given the position before, and mean acceptance lengths."""
+    lines = [
+        "| head | answer tokens | seen | minutes | held-out: positions 1 to 5 | length "
+        "| decoded, chain of 5: positions 1 to 5 | length | tree of 32: length |",
+        "|---" * 9 + "|",
+    ]
+    for r in rows:
+        cells = [r["name"], f"{r['answer_tokens']:,}", f"{r['tokens_seen']:,}", f"{r['minutes']}"]
+        for part in (r["held_out"], r.get("chain")):
+            if part is None:
+                cells += ["", ""]
+                continue
+            rates = part["conditional_acceptance_per_position"][:5]
+            cells += [", ".join(f"{x:.2f}" for x in rates), f"{part['mean_acceptance_length']:.2f}"]
+        cells.append(f"{r['tree']['mean_acceptance_length']:.2f}" if "tree" in r else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def save(figure: Any, path: Path) -> None:
     """Write a picture and forget it."""
     figure.tight_layout()
@@ -166,6 +186,7 @@ def main() -> None:
         evaluate(name, options)
         rows = [found for known in RUNS if (found := row(known, options.out))]
         (options.out / "curves.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (options.out / "curves.md").write_text(table(rows))
         draw(rows, options.out)
 
 
