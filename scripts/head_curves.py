@@ -19,10 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from speculant.pictures import pyplot, save
 
 SIZES = (25_000, 50_000, 100_000, 200_000, 400_000)
 TABLE = 200_000  # answer tokens that every method gets
@@ -103,7 +100,7 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
     by_name = {r["name"]: r for r in rows}
     sizes = [by_name[f"eagle3-{s // 1000}k"] for s in SIZES if f"eagle3-{s // 1000}k" in by_name]
     if len(sizes) > 1:
-        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4))
+        figure, (left, right) = pyplot().subplots(1, 2, figsize=(10, 4))
         tokens = [r["answer_tokens"] for r in sizes]
         held_out = [r["held_out"]["conditional_acceptance_per_position"][0] for r in sizes]
         decoded = [r["chain"]["conditional_acceptance_per_position"][0] for r in sizes]
@@ -121,11 +118,12 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
             axis.set_xlabel("answer tokens of the data")
             axis.grid(alpha=0.3, which="both")
             axis.legend()
+        figure.tight_layout()
         save(figure, out / "scaling.png")
     names = {"eagle3-200k": "on, five steps", "eagle3-200k-off": "off, the same tokens",
              "eagle3-200k-off-long": "off, the same time"}  # fmt: skip
     if sum(name in by_name for name in names) > 1:
-        figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+        figure, axes = pyplot().subplots(1, 2, figsize=(10, 4), sharey=True)
         for name, label in names.items():
             if name in by_name:
                 found = by_name[name]
@@ -139,6 +137,7 @@ def draw(rows: list[dict[str, Any]], out: Path) -> None:
             axis.grid(alpha=0.3)
             axis.legend(title="training-time test")
         axes[0].set_ylabel("acceptance, given the one before")
+        figure.tight_layout()
         save(figure, out / "ttt.png")
 
 
@@ -160,13 +159,6 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells.append(f"{r['tree']['mean_acceptance_length']:.2f}" if "tree" in r else "")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write a picture and forget it."""
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ ANY = {"*"}
 
 ALLOWED: dict[str, set[str]] = {
     "proposal": set(),
+    "pictures": set(),
     "sampling": set(),
     "cache": set(),
     "native": set(),
@@ -47,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine", "control", "drafts.base", "target", "sampling", "metrics", "request", "cache",
     },
     "train": {"heads", "target", "cache", "sampling"},
-    "simulate": {"cost", "metrics"},
+    "simulate": {"pictures", "cost", "metrics"},
     "tune": {"cost", "metrics"},
     "export": {"heads"},
     "check": ANY,

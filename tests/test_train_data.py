@@ -6,6 +6,7 @@ a scripted `generate` that records every prompt it is given.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Sequence
@@ -376,3 +377,22 @@ def test_a_corpus_knows_where_samples_and_states_lie(tmp_path: Path) -> None:
     assert (batch.prompts.tolist(), batch.answers.tolist()) == ([3, 2], [2, 1])
     with pytest.raises(ValueError, match="make data first"):
         find_shards([tmp_path / "none"])
+
+
+def test_a_part_of_a_corpus_lies_in_the_larger_ones(tmp_path: Path) -> None:
+    """At least what was asked for, no sample more than that takes, in the order they had."""
+    path = shard_path(tmp_path, 0)
+    write_shard(path, [Sample([1, 2], [3] * n) for n in (1, 5, 2, 7, 3, 4, 6, 2)])
+    parts = []
+    for wanted in (1, 9, 16, 29, 30, 1000):
+        corpus = Corpus([path])
+        whole, longest = list(corpus.items), max(item.answer for item in corpus.items)
+        corpus.keep(wanted, seed=3)
+        assert corpus.items == [item for item in whole if item in corpus.items]
+        assert min(wanted, 30) <= corpus.answer_tokens < min(wanted, 30) + longest
+        parts.append(set(corpus.items))
+    assert all(small <= large for small, large in itertools.pairwise(parts))
+    assert len(parts[-1]) == 8
+    other = Corpus([path])
+    other.keep(9, seed=4)
+    assert set(other.items) != parts[1]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..pictures import pyplot, save
 from .contenders import PLAIN, is_adaptive
 from .speeds import Speed
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 PARTS = {"draft": "draft", "verify": "verify (the target's forward)",
          "sampling": "sampling (acceptance, roll-back)", "other": "other"}  # fmt: skip
-DPI = 110
 
 
 def plots(folder: Path, report: Report) -> list[Path]:
@@ -30,7 +29,7 @@ def plots(folder: Path, report: Report) -> list[Path]:
     ):
         figure = draw(report)
         if figure is not None:
-            _save(figure, folder / name)
+            save(figure, folder / name)
             out.append(folder / name)
     return out
 
@@ -69,8 +68,8 @@ def acceptance_by_position(report: Report) -> Any:
     places = {title: here for title, here in places.items() if here}
     if not places:
         return None
-    pyplot, colours = _pyplot(), _colours(report)
-    figure, grid = pyplot.subplots(
+    plt, colours = pyplot(), _colours(report)
+    figure, grid = plt.subplots(
         len(places), 2, figsize=(11, 3.9 * len(places)), squeeze=False, layout="constrained"
     )
     for row, (title, here) in zip(grid, places.items(), strict=True):
@@ -127,8 +126,8 @@ def against_batch(report: Report) -> Any:
     if len(batches) < 2:
         return None
     places = list(dict.fromkeys((s.weights, s.temperature) for s in ours))
-    pyplot, colours = _pyplot(), _colours(report)
-    figure, grid = pyplot.subplots(
+    plt, colours = pyplot(), _colours(report)
+    figure, grid = plt.subplots(
         len(places), 2, figsize=(11, 3.9 * len(places)), squeeze=False, layout="constrained"
     )
     for row, (weights, temperature) in zip(grid, places, strict=True):
@@ -157,9 +156,9 @@ def forward_times(report: Report) -> Any:
     roof = report.roofline
     if roof is None or not report.forward:
         return None
-    pyplot = _pyplot()
+    plt = pyplot()
     count = len(report.forward)
-    figure, grid = pyplot.subplots(
+    figure, grid = plt.subplots(
         1, count, figsize=(max(6.5, 5.2 * count), 4.6), squeeze=False, layout="constrained"
     )
     for axes, (weights, forward) in zip(grid[0], report.forward.items(), strict=True):
@@ -226,7 +225,7 @@ def _places(report: Report) -> dict[str, list[Speed]]:
 def _colours(report: Report) -> dict[str, Any]:
     """A contender's colour, the same in every picture and panel; plain decoding is grey."""
     names = [name for name in dict.fromkeys(s.name for s in report.speeds) if name != PLAIN]
-    table = _pyplot().get_cmap("tab10" if len(names) <= 10 else "tab20").colors
+    table = pyplot().get_cmap("tab10" if len(names) <= 10 else "tab20").colors
     return {PLAIN: "0.6"} | {name: table[i % len(table)] for i, name in enumerate(names)}
 
 
@@ -236,27 +235,7 @@ def _named(s: Speed) -> str:
 
 def _panels(count: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
     """A figure with panels below each other, each of a size in inches."""
-    figure, grid = _pyplot().subplots(
+    figure, grid = pyplot().subplots(
         count, 1, figsize=(size[0], size[1] * count + 0.4), squeeze=False, layout="constrained"
     )
     return figure, [row[0] for row in grid]
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _save(figure: Any, path: Path) -> None:
-    """Written whole or not at all."""
-    part = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(part, dpi=DPI)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-        _pyplot().close(figure)

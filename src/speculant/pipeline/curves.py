@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
+from ..pictures import pyplot, save
 from ..train.state import RunFolder
 
 
 def plot(folder: RunFolder) -> None:
     """Draw metrics.jsonl into curves.png, written whole or not at all."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     records = folder.records()
     scored = [r for r in records if "conditional" in r]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     left.plot([r["tokens"] for r in records], _smooth([r["loss"] for r in records]), lw=1)
     left.set(xlabel="answer tokens seen", ylabel="training loss (mean of 25 steps)", yscale="log")
     for k in range(max((len(r["conditional"]) for r in scored), default=0)):
@@ -31,10 +26,7 @@ def plot(folder: RunFolder) -> None:
     lengths.set_ylabel("mean acceptance length (dashed)")
     if scored:
         right.legend(loc="lower right", fontsize=8)
-    part = folder.curves.with_name("curves.part.png")
-    figure.savefig(part, dpi=110)
-    plt.close(figure)
-    os.replace(part, folder.curves)
+    save(figure, folder.curves)
 
 
 def _smooth(values: list[Any], width: int = 25) -> list[float]:

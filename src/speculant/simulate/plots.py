@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..pictures import pyplot, save
 
 if TYPE_CHECKING:
     from .quality import Quality
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 def sweep(path: Path, found: Sweep) -> None:
     """Numerator, denominator and their quotient against the draft length."""
-    plt = _pyplot()
+    plt = pyplot()
     lengths = [row.num_draft_tokens for row in found.rows]
     tokens = [row.expected_tokens for row in found.rows]
     figure, (parts, speed) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
@@ -37,12 +38,12 @@ def sweep(path: Path, found: Sweep) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(f"alpha = {found.alpha:g}, c = {found.cost:g}")
-    _save(figure, path)
+    save(figure, path)
 
 
 def quality(path: Path, found: Quality) -> None:
     """Alpha against the noise, and tokens a forward against alpha: theory lines, measured points."""
-    plt = _pyplot()
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     steps = sorted(found.steps, key=lambda step: step.alpha)
     left.plot([s.noise for s in steps], [s.alpha for s in steps], label="theory")
@@ -67,24 +68,4 @@ def quality(path: Path, found: Quality) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.suptitle(f"A draft moved away from its target, {found.world} world")
-    _save(figure, path)
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _save(figure: Any, path: Path) -> None:
-    """Written whole or not at all."""
-    part = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(part, dpi=90)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-        _pyplot().close(figure)
+    save(figure, path)
