@@ -1,4 +1,4 @@
-"""Weights in huge pages: a forward reads all of them, and 4 kB pages stop the processor's prefetching."""
+"""Weights in huge pages: the processor's prefetching stops at the end of a page of 4 kB."""
 
 from __future__ import annotations
 
