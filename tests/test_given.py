@@ -20,6 +20,7 @@ from speculant.train.data import Corpus, check_mask
 from speculant.train.given import SHARD, FileMaker
 from speculant.train.prompts import Message
 from speculant.train.responses import Answer, Recipe, Sample, shard_path, write_shard
+from talking import in_rounds
 from test_train_data import Characters, Script
 
 TALK: list[Message] = [
@@ -37,7 +38,7 @@ def maker(
 ) -> tuple[FileMaker, Script]:
     script = Script()
     tokenizer = tokenizer or Characters()
-    return FileMaker(tokenizer, conversations, script, Recipe(**recipe), given), script
+    return FileMaker(tokenizer, conversations, in_rounds(script), Recipe(**recipe), given), script
 
 
 def texts(samples: Sequence[Sample]) -> list[tuple[str, str]]:
@@ -112,7 +113,7 @@ def test_states_come_with_the_answers() -> None:
     def generate(prompts: Any, params: Any) -> list[Answer]:
         return [Answer([65, 66], "AB", "stop", marks) for _ in prompts]
 
-    made = FileMaker(Characters(), [asking("One?")], generate, Recipe(), False)
+    made = FileMaker(Characters(), [asking("One?")], in_rounds(generate), Recipe(), False)
     assert made.make(0)[0].states is marks
 
 
@@ -134,7 +135,7 @@ def test_a_talk_goes_on_only_behind_a_usable_answer(
         seen.extend(range(len(prompts)))
         return [answer for _ in prompts]
 
-    made = FileMaker(Characters(), [TALK], generate, Recipe(), False)
+    made = FileMaker(Characters(), [TALK], in_rounds(generate), Recipe(), False)
     assert len(made.make(0)) == samples
     assert len(seen) == asked
 

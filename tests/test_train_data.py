@@ -42,6 +42,7 @@ from speculant.train.responses import (
     write_shard,
     write_text,
 )
+from talking import in_rounds
 
 
 class Characters:
@@ -95,7 +96,7 @@ class Script:
 
 
 def maker(script: Script, **recipe: object) -> ShardMaker:
-    return ShardMaker(Characters(), script, Recipe(**recipe))  # type: ignore[arg-type]
+    return ShardMaker(Characters(), in_rounds(script), Recipe(**recipe))  # type: ignore[arg-type]
 
 
 def test_opening_is_the_template_up_to_the_users_text() -> None:
@@ -104,7 +105,7 @@ def test_opening_is_the_template_up_to_the_users_text() -> None:
     with pytest.raises(ValueError, match=r"no chat template.*--prompts"):
         opening(Characters(has_chat_template=False))
     with pytest.raises(ValueError, match=r"no chat template.*--prompts"):  # before anything runs
-        ShardMaker(Characters(has_chat_template=False), Script(), Recipe())
+        ShardMaker(Characters(has_chat_template=False), in_rounds(Script()), Recipe())
 
 
 @pytest.mark.real
@@ -203,7 +204,7 @@ def test_a_looping_answer_is_cut_with_its_states() -> None:
         return [Answer(ids, text, "length", s) for s in states]
 
     recipe = Recipe(conversations=12, documents=0.0, relays=0.0, turns=0.0)
-    samples = ShardMaker(Characters(), generate, recipe).make(0)
+    samples = ShardMaker(Characters(), in_rounds(generate), recipe).make(0)
     assert samples
     for sample in samples:
         assert 32 <= len(sample.answer) < 60

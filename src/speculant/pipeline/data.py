@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ..drafts.none import NoDraft
 from ..drafts.record import RecordDraft
 from ..engine import Engine
-from ..sampling import SamplingParams
+from ..request import Completion
 from ..target.base import Target
 from ..train.features import disk_bytes
 from ..train.given import FileMaker
@@ -24,6 +24,7 @@ from ..train.responses import (
     Recipe,
     Sample,
     ShardMaker,
+    Talk,
     read_shard,
     shard_path,
     states_path,
@@ -34,6 +35,7 @@ from .settings import TrainSettings
 POSITIONS = 1.7
 """Positions (prompt and answer) for every answer token of self-synthesised data: 1.53 to 1.68 in the
 shards that the bundled heads were trained on."""
+T = TypeVar("T")
 MARGIN = 0.1  # share of the free disk that is left alone
 
 
@@ -117,31 +119,59 @@ def use_offline(settings: TrainSettings, target: Target, answer_tokens: int, whe
     return settings.features == "offline" or (settings.features == "auto" and fits)
 
 
-def engine_generate(
-    target: Target, taps: Sequence[int] | None, rows: int, capacity: int
-) -> Generate:
-    """Run prompts to the end on one engine, `rows` at once; with taps, their states are noted.
+class EngineGenerate:
+    """Runs talks on one engine, `rows` at once; with taps, the states of every answer are noted.
 
     No speculation: at so many rows a forward is bound by arithmetic, and drafts would only add work.
+    A talk that goes on keeps its place, and one that ends gives it to the next: the batch is full
+    until no talk waits.
     """
-    engine = Engine(
-        target, NoDraft() if taps is None else RecordDraft(taps), max_rows=rows, capacity=capacity
-    )
 
-    def generate(
-        prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
-    ) -> list[Answer]:
-        # rows of like length are read together: hand the prompts over by length
-        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-        done = engine.complete([list(prompts[i]) for i in order], [params[i] for i in order])
-        noted = engine.draft.take() if isinstance(engine.draft, RecordDraft) else {}
-        answers: list[Answer | None] = [None] * len(prompts)
-        for i, out in zip(order, done, strict=True):
-            states = noted.get((*prompts[i], *out.token_ids))
-            answers[i] = Answer(out.token_ids, out.text, out.finish_reason, states)
-        return [answer for answer in answers if answer is not None]
+    def __init__(
+        self, target: Target, taps: Sequence[int] | None, rows: int, capacity: int
+    ) -> None:
+        draft = NoDraft() if taps is None else RecordDraft(taps)
+        self.engine = Engine(target, draft, max_rows=rows, capacity=capacity)
+        self.rows = rows
 
-    return generate
+    def __call__(self, talks: Sequence[Talk[T]]) -> list[T]:
+        """What each talk returned, in order. Raises FloatingPointError when the logits broke."""
+        engine, results = self.engine, dict[int, T]()
+        running: dict[int, tuple[int, list[int], Completion]] = {}
+        fresh = iter(range(len(talks)))
+
+        def go_on(index: int, answer: Answer | None) -> None:
+            try:
+                ids, params = next(talks[index]) if answer is None else talks[index].send(answer)
+            except StopIteration as end:
+                results[index] = end.value
+            else:
+                running[engine.submit(ids, params)] = (
+                    index,
+                    ids,
+                    Completion(prompt_tokens=len(ids)),
+                )
+
+        try:
+            while True:
+                while len(running) < self.rows and (index := next(fresh, None)) is not None:
+                    go_on(index, None)
+                if not running:
+                    return [results[i] for i in range(len(talks))]
+                pieces = engine.step()
+                noted = engine.draft.take() if isinstance(engine.draft, RecordDraft) else {}
+                for piece in pieces:
+                    if piece.error:
+                        raise FloatingPointError(piece.error)
+                    index, ids, out = running[piece.request]
+                    out.add(piece)
+                    if piece.finish_reason:
+                        del running[piece.request]
+                        states = noted.get((*ids, *out.token_ids))
+                        go_on(index, Answer(out.token_ids, out.text, out.finish_reason, states))
+        finally:
+            for number in running:
+                engine.cancel(number)
 
 
 def make_data(

@@ -26,8 +26,8 @@ from .curves import plot
 from .data import (
     POSITIONS,
     DataProgress,
+    EngineGenerate,
     conversations_of,
-    engine_generate,
     forget_unfinished,
     make_data,
     maker_for,
@@ -183,7 +183,7 @@ def gather(
     card = DataCard(fingerprint_of(target), taps, json.loads(json.dumps(made)))
     taps = open_folder(folder, card, target.info.name).taps
     forget_unfinished(folder)
-    generate = engine_generate(target, taps or None, settings.rows, recipe.longest + 8)
+    generate = EngineGenerate(target, taps or None, settings.rows, recipe.longest + 8)
     maker = maker_for(settings, target, conversations, generate, recipe)
     if deadline is None:
         size = disk_bytes(round(most * POSITIONS), target.info.hidden_size, len(taps) - 1)
@@ -200,7 +200,7 @@ def one_sample(settings: TrainSettings) -> tuple[Sample, Tokenizer]:
         return read_shard(find_shards(settings.data)[0])[0], target.tokenizer
     recipe = recipe_for(settings, target)
     recipe = replace(recipe, conversations=2, documents=0.0, relays=0.0, max_tokens=96)
-    generate = engine_generate(target, None, 2, recipe.longest + 8)
+    generate = EngineGenerate(target, None, 2, recipe.longest + 8)
     conversations = conversations_of(settings)
     if conversations and settings.answers == "target":
         conversations = conversations[:2]  # each costs an answer

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..sampling import SamplingParams
 from ..target.base import Tokenizer
 from .prompts import Message, looping
-from .responses import Generate, Recipe, Sample
+from .responses import Generate, Recipe, Sample, Talk
 
 SHARD = 128
 """Most conversations of a file in one shard."""
@@ -62,7 +62,9 @@ class FileMaker:
         mine = self.conversations[index * size : (index + 1) * size]
         if self.given:
             return [sample for messages in mine for sample in self._given(messages)]
-        return self._answered(mine, random.Random(f"{self.recipe.seed}/{index}"))
+        rngs = [random.Random(f"{self.recipe.seed}/{index}/{i}") for i in range(len(mine))]
+        talks = [self._answered(c, rng) for c, rng in zip(mine, rngs, strict=True)]
+        return [sample for samples in self.generate(talks) for sample in samples]
 
     def _given(self, messages: Sequence[Message]) -> list[Sample]:
         """One sample a turn of the assistant, by the template's own tokens."""
@@ -92,25 +94,22 @@ class FileMaker:
                 samples.append(Sample(prompt, whole[len(prompt) : ends[0] + 1]))
         return samples
 
-    def _answered(self, mine: Sequence[list[Message]], rng: random.Random) -> list[Sample]:
+    def _answered(self, messages: Sequence[Message], rng: random.Random) -> Talk[list[Sample]]:
         """The target's own answers to the user's turns, each behind its own earlier ones."""
-        spoken: list[list[Message]] = [[m for m in c if m["role"] == "system"] for c in mine]
-        asked = [[m for m in c if m["role"] == "user"] for c in mine]
+        spoken = [m for m in messages if m["role"] == "system"]
         samples: list[Sample] = []
-        for turn in range(max((len(a) for a in asked), default=0)):
-            live = [i for i, a in enumerate(asked) if len(a) > turn]
-            for i in live:
-                spoken[i].append(asked[i][turn])
-            prompts = {i: self._opened(spoken[i]) for i in live}
-            live = [i for i in live if SHORTEST <= len(prompts[i]) < self.recipe.longest - 16]
-            done = self.generate([prompts[i] for i in live], [self._params(rng) for _ in live])
-            for i, answer in zip(live, done, strict=True):
-                usable = len(answer.token_ids) > 1 and not looping(answer.text)
-                if usable and len(prompts[i]) + len(answer.token_ids) <= self.recipe.longest:
-                    samples.append(Sample(prompts[i], answer.token_ids, answer.states))
-                if not usable or answer.finish_reason != "stop":
-                    asked[i] = []
-                spoken[i].append({"role": "assistant", "content": answer.text})
+        for asked in (m for m in messages if m["role"] == "user"):
+            spoken.append(asked)
+            prompt = self._opened(spoken)
+            if not SHORTEST <= len(prompt) < self.recipe.longest - 16:
+                continue
+            answer = yield prompt, self._params(rng)
+            usable = len(answer.token_ids) > 1 and not looping(answer.text)
+            if usable and len(prompt) + len(answer.token_ids) <= self.recipe.longest:
+                samples.append(Sample(prompt, answer.token_ids, answer.states))
+            if not usable or answer.finish_reason != "stop":
+                break
+            spoken.append({"role": "assistant", "content": answer.text})
         return samples
 
     def _opened(self, messages: list[Message]) -> list[int]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,8 +48,28 @@ class Answer:
     states: Tensor | None = None  # [T - 1, n * H] tapped states of prompt and answer, if noted
 
 
-Generate = Callable[[Sequence[Sequence[int]], Sequence[SamplingParams]], list[Answer]]
-"""Runs prompts (token ids) to the end, in order: the engine, handed in by the caller."""
+T = TypeVar("T")
+Ask = tuple[list[int], SamplingParams]
+"""A prompt's token ids, and how to sample its answer."""
+Talk = Generator[Ask, Answer, T]
+"""Yields what it asks next, is sent the answer, and returns what came of it."""
+
+
+class Generate(Protocol):
+    """Runs talks side by side to their ends: the engine, handed in by the caller.
+
+    A talk's next question takes its place as soon as its last one is answered, so that the batch
+    stays full to the end: no turn waits for the slowest answer of the turn before.
+    """
+
+    def __call__(self, talks: Sequence[Talk[T]]) -> list[T]:
+        """What each talk returned, in order."""
+        ...
+
+
+def single(ask: Ask) -> Talk[Answer]:
+    """A talk of one question; its answer."""
+    return (yield ask)
 
 
 @dataclass(frozen=True)
@@ -110,85 +131,95 @@ class ShardMaker:
         rng = random.Random(f"{self.recipe.seed}/{index}")
         requests = self._requests(rng)
         documents = round(len(requests) * self.recipe.documents)
-        relays = round((len(requests) - documents) * self.recipe.relays)
-        first = [[_user(document_request(text, rng))] for text in requests[:documents]]
-        passed = [relay(text, rng) for text in requests[documents : documents + relays]]
-        first += [[_user(request)] for request, _ in passed]
-        first += [[_user(text)] for text in requests[documents + relays :]]
-        samples, answers = self._answer(first, rng, documents)
-        second: list[list[Message]] = []
-        other = ""
-        for i, (messages, answer) in enumerate(zip(first, answers, strict=True)):
-            if answer is None:
-                continue
-            if i < documents:
-                second.append(self._task(messages, answer.text, other, rng))
-                other = answer.text
-            elif i < documents + relays:
-                text = passed[i - documents][1].replace("{text}", answer.text.strip())
-                second.append([_user(text)])
-            elif rng.random() < self.recipe.turns:
-                turn = _user(second_turn(rng))
-                second.append([*messages, _assistant(answer.text), turn])
-        more, answers = self._answer(second, rng)
-        samples += more
-        third = [
-            [*messages, _assistant(answer.text), _user(second_turn(rng))]
-            for messages, answer in zip(second, answers, strict=True)
-            if answer is not None and rng.random() < self.recipe.turns
+        relays = documents + round((len(requests) - documents) * self.recipe.relays)
+        # the longest first: what is left running at the end is short
+        talks = [
+            self._documents(texts, _own(rng)) for texts in self._sets(requests[:documents], rng)
         ]
-        return samples + self._answer(third, rng)[0]
-
-    def _task(
-        self, messages: list[Message], document: str, other: str, rng: random.Random
-    ) -> list[Message]:
-        """A request about a document: with another one, alone, or in its own conversation."""
-        if other and rng.random() < self.recipe.pairs:
-            return [_user(comparison(document, other, rng))]
-        before = [*messages, _assistant(document)] if rng.random() < 0.5 else []
-        return [*before, _user(follow_up(document, rng))]
+        talks += [self._relay(text, _own(rng)) for text in requests[documents:relays]]
+        talks += [self._turns([_user(text)], _own(rng)) for text in requests[relays:]]
+        return [sample for samples in self.generate(talks) for sample in samples]
 
     def _requests(self, rng: random.Random) -> list[str]:
         """Distinct, usable requests; one in three of what the target writes is thrown away."""
         wanted, unique = self.recipe.conversations, Unique()
         start = self.opening
         params = [_with(start.params, 0.9, rng) for _ in range(wanted + wanted // 2)]
-        answers = self.generate([start.ids] * len(params), params)
+        answers = self.generate([single((list(start.ids), mine)) for mine in params])
         texts = [a.text.strip() for a in answers if a.finish_reason == "stop"]
         return [text for text in texts if usable(text) and unique(text)][:wanted]
 
+    def _sets(self, requests: Sequence[str], rng: random.Random) -> Iterator[list[str]]:
+        """Requests for documents, one by one or two that will stand together."""
+        rest = list(requests)
+        while rest:
+            # a set of two uses up two: `pairs` is a share of documents, not of sets
+            two = len(rest) > 1 and rng.random() < self.recipe.pairs / (2 - self.recipe.pairs)
+            yield [rest.pop(0) for _ in range(2 if two else 1)]
+
+    def _documents(self, requests: Sequence[str], rng: random.Random) -> Talk[list[Sample]]:
+        """A long text or two, then a task about them: by itself, or where the text was written."""
+        samples: list[Sample] = []
+        texts: list[str] = []
+        messages: list[Message] = []
+        for request in requests:
+            messages = [_user(document_request(request, rng))]
+            answer = yield from self._answer(messages, samples, rng, 2 * self.recipe.max_tokens)
+            if answer is not None:
+                texts.append(answer.text)
+        if len(texts) == 2:
+            both = _user(comparison(texts[0], texts[1], rng))
+            samples += yield from self._turns([both], rng, asked=1)
+        elif texts:
+            there = [*messages, _assistant(texts[0])]
+            before = there if len(requests) == 1 and rng.random() < 0.5 else []
+            task = _user(follow_up(texts[0], rng))
+            samples += yield from self._turns([*before, task], rng, asked=1)
+        return samples
+
+    def _relay(self, request: str, rng: random.Random) -> Talk[list[Sample]]:
+        """A problem, a question or a text that the target writes, and is then asked about."""
+        samples: list[Sample] = []
+        text, then = relay(request, rng)
+        answer = yield from self._answer([_user(text)], samples, rng, self.recipe.max_tokens)
+        if answer is not None:
+            asked = _user(then.replace("{text}", answer.text.strip()))
+            samples += yield from self._turns([asked], rng, asked=1)
+        return samples
+
+    def _turns(
+        self, messages: list[Message], rng: random.Random, asked: int = 0
+    ) -> Talk[list[Sample]]:
+        """A conversation of up to three turns, `asked` of which are behind it."""
+        samples: list[Sample] = []
+        for turn in range(asked, 3):
+            answer = yield from self._answer(messages, samples, rng, self.recipe.max_tokens)
+            if answer is None or turn == 2 or rng.random() >= self.recipe.turns:
+                break
+            messages = [*messages, _assistant(answer.text), _user(second_turn(rng))]
+        return samples
+
     def _answer(
-        self, conversations: Sequence[list[Message]], rng: random.Random, documents: int = 0
-    ) -> tuple[list[Sample], list[Answer | None]]:
-        """Answer conversations; samples, and per conversation the answer when it can go on.
+        self, messages: list[Message], samples: list[Sample], rng: random.Random, most: int
+    ) -> Talk[Answer | None]:
+        """Ask for one answer of at most `most` tokens and note it; None when none can follow it.
 
         Answers end where they fall into a loop: a head learns those in no time, and then scores
         well on nothing else. What is too short then, or loops otherwise, is dropped.
         """
-        prompts = [self.tokenizer.chat(messages) for messages in conversations]
-        recipe, params = self.recipe, []
-        for i, prompt in enumerate(prompts):
-            room = max(1, recipe.longest - len(prompt))
-            most = min(recipe.max_tokens * (2 if i < documents else 1), room)
-            base = SamplingParams(max_tokens=most, temperature=0.0, min_p=recipe.min_p)
-            params.append(_with(base, rng.choice(recipe.temperatures), rng))
-        fits = [i for i, p in enumerate(prompts) if len(p) < recipe.longest - 16]
-        done = self.generate([prompts[i] for i in fits], [params[i] for i in fits])
-        answers: list[Answer | None] = [None] * len(prompts)
-        samples = []
-        for i, answer in zip(fits, done, strict=True):
-            kept, whole = before_loop(answer.token_ids), len(answer.token_ids)
-            if kept < (2 if kept == whole else SHORTEST_CUT) or (
-                kept == whole and looping(answer.text)
-            ):
-                continue
-            states = answer.states
-            if states is not None:
-                states = states[: len(prompts[i]) + kept - 1]
-            samples.append(Sample(prompts[i], answer.token_ids[:kept], states))
-            if answer.finish_reason == "stop" and kept == whole:
-                answers[i] = answer
-        return samples, answers
+        prompt = self.tokenizer.chat(messages)
+        room = self.recipe.longest - len(prompt)
+        if room <= 16:
+            return None
+        base = SamplingParams(max_tokens=min(most, room), min_p=self.recipe.min_p)
+        answer = yield prompt, _with(base, rng.choice(self.recipe.temperatures), rng)
+        kept, whole = before_loop(answer.token_ids), len(answer.token_ids)
+        short = kept < (2 if kept == whole else SHORTEST_CUT)
+        if short or (kept == whole and looping(answer.text)):
+            return None
+        states = None if answer.states is None else answer.states[: len(prompt) + kept - 1]
+        samples.append(Sample(prompt, answer.token_ids[:kept], states))
+        return answer if answer.finish_reason == "stop" and kept == whole else None
 
 
 def states_path(path: Path) -> Path:
@@ -283,6 +314,11 @@ def make_shards(
 def _with(params: SamplingParams, temperature: float, rng: random.Random) -> SamplingParams:
     values = vars(params) | {"temperature": temperature, "seed": rng.getrandbits(48)}
     return SamplingParams(**values)
+
+
+def _own(rng: random.Random) -> random.Random:
+    """A talk's own numbers: what it asks does not depend on when the others are answered."""
+    return random.Random(rng.getrandbits(64))
 
 
 def _user(text: str) -> Message:
