@@ -73,6 +73,13 @@ def test_a_draft_that_does_not_pay_is_left_off_and_tried_ever_less() -> None:
     assert max(depths[i] for i in tried if i >= 200) <= 2
 
 
+def test_nothing_is_tried_where_even_a_very_good_draft_would_not_pay() -> None:
+    """As in a large batch, where every row more costs its full share."""
+    assert not any(simulate(Adaptive(costs(draft_ms=1.0, row_ms=9.0)), 0.9, 500)[1])
+    # one accepted in 1.9 tokens at 1.5 times the time is worth a look
+    assert any(simulate(Adaptive(costs(draft_ms=1.0, row_ms=4.0)), 0.0, 500)[1])
+
+
 def test_it_comes_back_when_the_text_turns_easy() -> None:
     rng, track, control = random.Random(1), Track(), Adaptive(TABLE)
     depths = []

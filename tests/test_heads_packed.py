@@ -102,7 +102,7 @@ def test_a_packed_head_computes_what_rounded_matrices_do(kind: str, narrow: bool
 
 
 def passes(head: Any, embedding: Tensor) -> tuple[Tensor, ...]:
-    """Two rows of unlike length, then a drafted step behind them, and a masked one."""
+    """Two rows of unlike length; then behind them a drafted step, a masked and a ragged one."""
     cached = CachedHead(head, lambda ids: embedding[ids], V)
     cached.start(2, 24)
     generator = torch.Generator().manual_seed(4)
@@ -117,6 +117,9 @@ def passes(head: Any, embedding: Tensor) -> tuple[Tensor, ...]:
     mask = torch.tensor([[[1, 1, 0], [1, 0, 1]]] * 2, dtype=torch.bool)  # two siblings
     ids, features = torch.tensor([[5, 6], [9, 8]]), torch.randn(2, 2, H, generator=generator)
     outputs.append(cached.run([0, 1], ids, features, torch.tensor([1, 1]), mask, behind=1))
+    ids, features = torch.tensor([[5, 6, 1], [9, 0, 0]]), torch.randn(2, 3, H, generator=generator)
+    ragged = cached.run([0, 1], ids, features, torch.arange(3), counts=[3, 1])
+    outputs += [ragged[:1], ragged[1:, :1]]  # the rest is padding
     return tuple(outputs)
 
 

@@ -28,7 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "tree": {"proposal", "sampling"},
     "verify": {"proposal", "sampling"},
     "target": {"cache", "attention", "native"},
-    "control": {"cost", "metrics"},
+    "control": {"cost", "metrics", "sampling"},
     "drafts": {"heads", "tree", "history", "sampling", "proposal", "cache", "attention", "target"},
     "decode": {
         "target", "drafts.base", "verify", "tree", "cache", "sampling", "proposal", "control",

@@ -128,6 +128,68 @@ def test_a_block_is_one_token_at_a_time_to_the_last_bit(
     torch.testing.assert_close(torch_logits, together, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.skipif(library() is None, reason="the compiled library is not here")
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("variant", [*COMPILED, "llama"])
+def test_padding_is_not_computed_and_changes_nothing(
+    variant: str, tree: bool, tmp_path: Path
+) -> None:
+    """Rows of 1 to 7 new tokens together: each to the last bit what it is alone, in cache too."""
+    saved(tmp_path, variant)
+    target = load(tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    counts, lengths, slots = [7, 1, 4, 1], [12, 3, 20, 0], [1, 0, 3, 4]
+    width = max(counts)
+    parents = torch.tensor([PARENTS if tree else range(-1, width - 2)]).expand(4, -1)
+    mask = ancestor_mask(parents) if tree else None
+    new = torch.randint(0, 97, (4, width), generator=generator)
+    positions = torch.tensor(lengths)[:, None] + depths(parents)
+    taps = (0, 2, LAST)
+
+    def filled() -> Any:
+        cache = target.new_cache(5, 40)
+        for slot, length in zip(slots, lengths, strict=True):
+            if length:
+                ids = torch.arange(slot, slot + length)[None]
+                where = torch.arange(length)[None]
+                target.forward(ids, where, None, cache.rows([slot], length), need_logits=False)
+                cache.advance(slot, length)
+        return cache
+
+    cache, sizes = filled(), []
+    if target.compiled is not None:
+        embedding = target.embedding
+
+        def counted(tokens: torch.Tensor) -> torch.Tensor:
+            sizes.append(tokens.numel())
+            return embedding(tokens)
+
+        target.embedding = counted  # type: ignore[assignment]
+    rows = cache.rows(slots, width, counts=counts)
+    logits, tapped = target.forward(new, positions, mask, rows, taps)
+    assert logits is not None
+    assert tapped is not None
+    assert logits.shape == (4, width, 97)
+    assert tapped.shape == (4, width, 3 * 48)
+    assert bool(logits.isfinite().all())
+    if target.compiled is not None:
+        assert sizes == [sum(counts)]
+    for b, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+        alone = filled()
+        mine = None if mask is None else mask[b : b + 1, :count, :count]
+        parts = (new[b : b + 1, :count], positions[b : b + 1, :count], mine)
+        want, states = target.forward(*parts, alone.rows([slot], count), taps)
+        assert want is not None
+        assert states is not None
+        if target.compiled is not None:
+            assert torch.equal(logits[b, :count], want[0])
+            assert torch.equal(tapped[b, :count], states[0])
+            end = lengths[b] + count
+            assert torch.equal(cache.data[:, :, slot, :, :end], alone.data[:, :, slot, :, :end])
+        else:
+            torch.testing.assert_close(logits[b, :count], want[0], atol=1e-4, rtol=1e-4)
+
+
 def test_ragged_rows_chunks_and_trees(pair: Any) -> None:
     """Three rows in slots that are no neighbours, prefilled in chunks, then one tree each."""
     model, target = pair

@@ -15,11 +15,11 @@ import pytest
 from fake import FakeTarget
 from scripted import Scripted
 from serving import MODEL, TALK, VOCAB, Running, ask, plain, serving, tiny_target, usual_drafts
-from speculant.control import Adaptive, Costs, Fixed, Track
+from speculant.control import Adaptive, ByLoad, Costs, Fixed, Track
 from speculant.drafts import load_draft
 from speculant.engine import Engine, generate
+from speculant.pace import by_load, sizes
 from speculant.sampling import SamplingParams
-from speculant.serve.depth import ByLoad, by_load, sizes
 
 
 def costs(draft_ms: float, most: int = 3) -> Costs:

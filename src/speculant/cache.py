@@ -51,11 +51,18 @@ class KVCache:
         """Keys and values of one layer, each [R, Hkv, C, D], as views."""
         return self._layers[index]
 
-    def rows(self, slots: Sequence[int], new_tokens: int, behind: int = 0) -> CacheRows:
+    def rows(
+        self,
+        slots: Sequence[int],
+        new_tokens: int,
+        behind: int = 0,
+        counts: Sequence[int] | None = None,
+    ) -> CacheRows:
         """The rows of one forward that adds `new_tokens` tokens behind each slot's length.
 
         behind: entries that earlier forwards of a round left behind every length, uncommitted; the
         new ones are written after them, and the mask says which of them each new token sees.
+        counts: how many of each row's new tokens mean anything; see `CacheRows`
         Raises ValueError when they do not fit, or a slot comes twice.
         """
         if not slots or len(set(slots)) != len(slots):
@@ -66,7 +73,9 @@ class KVCache:
                 f"cache holds {self.capacity} tokens a row; {max(starts)} + {behind + new_tokens} "
                 "do not fit"
             )
-        return CacheRows(self, tuple(slots), tuple(starts), new_tokens, behind)
+        even = counts is None or min(counts) == new_tokens
+        real = None if even or counts is None else tuple(counts)
+        return CacheRows(self, tuple(slots), tuple(starts), new_tokens, behind, real)
 
     def advance(self, slot: int, count: int) -> None:
         """Make the `count` entries just written behind a row's length part of it."""
@@ -111,6 +120,9 @@ class CacheRows:
 
     Columns of row r: its cached tokens [0, starts[r]), then `behind` uncommitted entries, then the
     new tokens.
+
+    counts: of the new tokens, how many mean anything, 1 to T a row, None: all. A target need not
+            compute the padding behind them: nothing of it is read, its logits but for being finite
     """
 
     cache: KVCache
@@ -118,6 +130,7 @@ class CacheRows:
     starts: tuple[int, ...]
     new_tokens: int
     behind: int = 0
+    counts: tuple[int, ...] | None = None
 
     @cached_property
     def _runs(self) -> list[tuple[int, int]]:
@@ -152,7 +165,15 @@ class CacheRows:
     def select(self, a: int, b: int) -> CacheRows:
         """Batch rows [a, b) alone."""
         slots, starts = self.slots[a:b], self.starts[a:b]
-        return CacheRows(self.cache, slots, starts, self.new_tokens, self.behind)
+        counts = None if self.counts is None else self.counts[a:b]
+        return CacheRows(self.cache, slots, starts, self.new_tokens, self.behind, counts)
+
+    def real(self) -> Tensor | None:
+        """Which of the B * T new tokens mean anything, flat indices ascending; None: all of them."""
+        if self.counts is None:
+            return None
+        count = torch.tensor(self.counts)[:, None]
+        return (torch.arange(self.new_tokens) < count).flatten().nonzero()[:, 0]
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Write new keys and values [B, Hkv, T, D] behind each row's length and its `behind`."""

@@ -4,15 +4,19 @@
 costs against what it will commit, from the acceptance that the request has shown so far; drafting
 nothing is one of the choices. Its costs are measured once and then stay, and a decision reads the
 request's own history alone, so that a request's output depends on nothing else in the batch.
+`ByLoad` does so by the costs of as many rows as a round has: what pays alone may cost in a batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 from .cost.formulas import expected_tokens
 from .cost.latency import interpolate
+from .sampling import SamplingParams
 
 
 @dataclass
@@ -60,10 +64,16 @@ class Track:
 HALF_LIFE = 32.0
 PRIOR_ROUNDS = 4.0
 FIRST_WAIT, LAST_WAIT, TRIAL_ROUNDS = 16, 256, 3
+HOPE, WORTH = 0.9, 1.2
+"""A trial must promise something: at conditional acceptance HOPE, WORTH times plain decoding."""
 
 
 class Control(Protocol):
     """Decides the depth of a round."""
+
+    def enter(self, rows: Sequence[SamplingParams]) -> None:
+        """The next round has these rows: what they were asked with, in any order."""
+        ...
 
     def budget(self, remaining: int, track: Track) -> int:
         """Depth to draft when `remaining` tokens may still be committed."""
@@ -79,6 +89,9 @@ class Fixed:
     def __post_init__(self) -> None:
         if self.num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens is {self.num_draft_tokens}: it must be at least 0")
+
+    def enter(self, rows: Sequence[SamplingParams]) -> None:
+        """Whatever the rows, the depth is the same."""
 
     def budget(self, remaining: int, track: Track | None = None) -> int:
         """Depth to draft when `remaining` tokens may still be committed.
@@ -121,19 +134,23 @@ class Costs:
 class Adaptive:
     """The depth that commits most tokens a millisecond, 0 among them.
 
-    prior: conditional acceptance of a draft that has shown nothing yet
+    prior: conditional acceptance of a draft that has shown nothing yet: about that of the heads and
+           of n-gram on chats with a small model; one too high drafts on where nothing is accepted
 
     Where nothing pays the request goes on plainly, and a draft is tried again for TRIAL_ROUNDS
     rounds after FIRST_WAIT of them, then after twice as many, LAST_WAIT at most: trials that fail
-    cost ever less.
+    cost ever less. Where even a very good draft would not pay, nothing is tried.
     """
 
     costs: Costs
-    prior: float = 0.6
+    prior: float = 0.45
 
     def __post_init__(self) -> None:
         if not 0 <= self.prior <= 1:
             raise ValueError(f"prior is {self.prior}: it is a share")
+
+    def enter(self, rows: Sequence[SamplingParams]) -> None:
+        """The costs are those of one batch size, whatever comes."""
 
     def budget(self, remaining: int, track: Track) -> int:
         """See `Control`. Call it once a round: it keeps the track's count of plain rounds."""
@@ -147,25 +164,61 @@ class Adaptive:
             return min(room, best)
         track.quiet += 1
         track.wait = track.wait or FIRST_WAIT
-        if track.quiet > track.wait:
+        if track.quiet > track.wait and self._promising:
             track.quiet, track.wait = 0, min(LAST_WAIT, 2 * track.wait)
             track.trial = TRIAL_ROUNDS - 1
             return min(room, self._trial_depth())
         return 0
 
     def _best(self, track: Track) -> int:
-        rates = track.rates(self.costs.depths[-1], self.prior)
+        speeds = self._speeds(track.rates(self.costs.depths[-1], self.prior))
+        return self.costs.depths[speeds.index(max(speeds))]
+
+    @cached_property
+    def _promising(self) -> bool:
+        speeds = self._speeds([HOPE] * self.costs.depths[-1])
+        return max(speeds) >= WORTH * speeds[0]
+
+    def _speeds(self, rates: Sequence[float]) -> list[float]:
+        """Tokens a millisecond at each of the costs' depths, of positions accepted at these rates."""
         cumulative, reach = [], 1.0
         for rate in rates:
             reach *= rate
             cumulative.append(reach)
-        best, speed = 0, 0.0
-        for depth, ms in zip(self.costs.depths, self.costs.round_ms(), strict=True):
-            tokens = expected_tokens(cumulative, depth) if depth else 1.0
-            if tokens / ms > speed:
-                best, speed = depth, tokens / ms
-        return best
+        return [
+            (expected_tokens(cumulative, depth) if depth else 1.0) / ms
+            for depth, ms in zip(self.costs.depths, self.costs.round_ms(), strict=True)
+        ]
 
     def _trial_depth(self) -> int:
         """The shallowest draft there is."""
         return next((d for d in self.costs.depths if d), 0)
+
+
+class ByLoad:
+    """`Adaptive`, by the costs of the batch at hand.
+
+    tables:  rows at once -> costs of such rounds; 1 among them
+    samples: the draft samples chains, so that a sampled row's text depends on its depths
+
+    A round with a sampled row of such a draft goes by the costs of one row, whatever its size: what a
+    request says must not depend on what runs beside it (design, law 10). No other text depends on
+    the depth.
+    """
+
+    def __init__(self, tables: Mapping[int, Costs], samples: bool) -> None:
+        if 1 not in tables:
+            raise ValueError("there must be costs of one row")
+        self.tables, self.samples = tables, samples
+        self._choices = {rows: Adaptive(costs) for rows, costs in tables.items()}
+        self._now = self._choices[1]
+
+    def enter(self, rows: Sequence[SamplingParams]) -> None:
+        """The next round has these rows. The batch size that was measured nearest to theirs counts."""
+        own = self.samples and not all(params.greedy for params in rows)
+        count = 1 if own else min(self._choices, key=lambda size: abs(size - len(rows)))
+        self._now = self._choices[count]
+
+    def budget(self, remaining: int, track: Track) -> int:
+        """See `Control`."""
+        return self._now.budget(remaining, track)

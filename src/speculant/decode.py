@@ -114,7 +114,9 @@ class Decoder:
         tokens = torch.cat([roots, drafted], dim=1)  # shape: [B, T]
         last = torch.tensor([[len(row.tokens) - 1] for row in rows], device=device)
         positions = (last + offsets).clamp(max=self.target.info.context_length - 1)
-        cache = self.cache.rows([row.slot for row in rows], tokens.shape[1])
+        # a window lies behind the nodes' padding, which is then in the middle
+        counts = None if proposal.window else [1 + n for n in proposal.num_nodes.tolist()]
+        cache = self.cache.rows([row.slot for row in rows], tokens.shape[1], counts=counts)
         taps = self.draft.info.taps
         logits, hidden = self.target.forward(tokens, positions, mask, cache, taps)
         assert logits is not None

@@ -146,6 +146,7 @@ class Engine:
         if not ready:
             return []
         rows = [request.running for request in ready]
+        lane.control.enter([request.params for request in ready])
         for request, row in zip(ready, rows, strict=True):
             depth = lane.control.budget(row.text.remaining, request.track)
             row.budget = depth if request.most is None else min(depth, request.most)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from .control import Costs
+from .control import ByLoad, Costs
 from .drafts.base import Draft
 from .engine import Engine
 from .sampling import SamplingParams
@@ -48,6 +48,27 @@ def measure_costs(
         step = (ends[1] - ends[0]) / (most - 1)
         drafted = (nothing, *(max(0.0, ends[0] + step * (d - 1)) for d in depths[1:]))
     return Costs(depths, rows, forward, drafted)
+
+
+def by_load(target: Target, draft: Draft, num_draft_tokens: int | None, max_rows: int) -> ByLoad:
+    """Measure a draft's costs at 1, 2, 4, ... and `max_rows` rows. Takes seconds for a small model.
+
+    num_draft_tokens: deepest; None: the draft's own
+    """
+    tables = {
+        size: measure_costs(target, draft, num_draft_tokens, size) for size in sizes(max_rows)
+    }
+    model = bool(draft.info.taps) or draft.info.name == "vanilla"
+    return ByLoad(tables, model and draft.info.max_nodes == draft.info.depth)
+
+
+def sizes(most: int) -> Iterator[int]:
+    """1, 2, 4, ... below `most`, and `most`."""
+    size = 1
+    while size < most:
+        yield size
+        size *= 2
+    yield most
 
 
 class ForwardTimer:

@@ -11,12 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..control import Adaptive
 from ..drafts import load_draft
 from ..drafts.base import Draft
 from ..engine import Engine
 from ..metrics import Counters
-from ..pace import measure_costs
+from ..pace import by_load
 from ..sampling import SamplingParams
 from ..target.base import Target
 from .asked import Asked
@@ -143,17 +142,18 @@ def family(spec: str) -> str:
     return spec.partition("@")[0]
 
 
-def make_draft(target: Target, spec: str) -> tuple[Draft, dict[str, Any]]:
+def make_draft(target: Target, spec: str, batch: int = 1) -> tuple[Draft, dict[str, Any]]:
     """The draft of a spec, or plain decoding's, and the engine's options for it.
 
-    auto measures the costs of rounds first, at batch 1. Raises ValueError for what does not fit.
+    auto measures the costs of rounds first, at up to `batch` rows. Raises ValueError for what does
+    not fit.
     """
     if spec == PLAIN:
         return load_draft("none", target), {}
     name, nodes, depth = parse_contender(spec)
     draft = load_draft(name, target, **({"tree": nodes} if nodes else {}))
     if depth == "auto":
-        return draft, {"control": Adaptive(measure_costs(target, draft))}
+        return draft, {"control": by_load(target, draft, None, batch)}
     if depth and int(depth) > draft.info.depth:
         draft = load_draft(name, target, num_draft_tokens=int(depth))
     return draft, ({"num_draft_tokens": int(depth)} if depth else {})
@@ -168,7 +168,7 @@ def ours(
     max_tokens: int,
 ) -> list[Contender]:
     """Our decoding with one draft, at every temperature and batch size."""
-    draft, options = make_draft(target, spec)
+    draft, options = make_draft(target, spec, max(batches))
 
     def at(temperature: float) -> Callable[[Sequence[Asked]], Outcome]:
         def run(group: Sequence[Asked]) -> Outcome:

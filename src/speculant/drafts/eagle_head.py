@@ -51,24 +51,32 @@ class CachedHead:
         offsets: Tensor,
         mask: Tensor | None = None,
         behind: int = 0,
+        counts: Sequence[int] | None = None,
     ) -> Tensor:
         """One pass over new pairs [b, T]; the lengths of the cache stay. Returns outputs [b, T, H].
 
         tokens:  [b, T] target ids; hidden: [b, T, H], features or the head's own outputs
         offsets: [T] int64, positions counted from each row's length
-        mask, behind: as in `KVCache.rows` and `CacheRows.visible`
+        mask, behind, counts: as in `KVCache.rows` and `CacheRows`
         """
-        rows = self.cache.rows(slots, tokens.shape[1], behind)
+        rows = self.cache.rows(slots, tokens.shape[1], behind, counts)
         positions = torch.tensor(rows.starts, device=self.device)[:, None] + offsets
         embedded = self.embed(tokens).to(hidden)
         config, layers = self.head.config, self.head.compiled
         reading = Reading(rows, mask, config.num_heads // config.kv_heads)
         if layers is None or reading.kernel is None:
             return self.head(embedded, hidden, positions, partial(reading.attend, 0))
-        out = hidden.clone(memory_format=torch.contiguous_format)
-        angles = positions[..., None].float() * self.inv_freq  # shape: [b, T, D / 2]
-        layers(out, angles, self.cache.data, reading.kernel, (), embedded.contiguous())
-        return out
+        angles, real = positions[..., None].float() * self.inv_freq, rows.real()  # [b, T, D / 2]
+        if real is None:
+            out = hidden.clone(memory_format=torch.contiguous_format)
+            layers(out, angles, self.cache.data, reading.kernel, (), embedded.contiguous())
+            return out
+        some, turns, beside = (x.flatten(0, 1)[real] for x in (hidden, angles, embedded))
+        parts = (some, turns, self.cache.data, reading.kernel, (), beside)
+        layers(*parts, counts=rows.counts)
+        spread = torch.zeros_like(hidden)
+        spread.view(-1, hidden.shape[-1])[real] = some
+        return spread
 
     def logits(self, hidden: Tensor, rows: Sequence[DraftRow], paths: Paths) -> Tensor:
         """Logits [b, T, Vd] of outputs [b, T, H], with every row's penalties and bias applied."""

@@ -18,12 +18,21 @@
 
 namespace {
 
+// Where a row's new tokens begin, in elements: rows lie a stride apart, or close together.
+inline int64_t place(const AttentionCall &call, const int64_t *strides, int64_t row) {
+  return call.counts ? call.firsts[row] * strides[2] : row * strides[0];
+}
+
+inline int64_t tokens_of(const AttentionCall &call, int64_t row) {
+  return call.counts ? call.counts[row] : call.tokens;
+}
+
 // One row and one key/value head of it. Queries come in fours; the last four may be padded.
 template <class E, int CHUNKS>
 struct Pair {
   static constexpr int64_t dim = CHUNKS * LANES;
   const AttentionCall &call;
-  const int64_t row, head, queries, columns, width;
+  const int64_t row, head, tokens, queries, columns, width;
   const E *keys, *values;
   float *q, *scores;  // [queries, D], [queries, width: columns in whole vectors]
 
@@ -53,7 +62,7 @@ struct Pair {
   // Scores -> weights that sum to one, 0 in the columns that are padding or not to be seen.
   void soften(int64_t query) const {
     float *s = scores + query * width;
-    const int64_t start = call.starts[row], token = query % call.tokens;
+    const int64_t start = call.starts[row], token = query % tokens;
     for (int64_t c = start; c < width; ++c)
       if (c >= columns || !seen(token, c - start)) s[c] = -INFINITY;
     Vec tops = Vec{} - INFINITY, sums = {};
@@ -85,20 +94,21 @@ struct Pair {
         for (int i = 0; i < 4; ++i) sums[i][d] += value * weight[i * width + c];
       }
     for (int i = 0; i < 4 && first + i < queries; ++i)
-      for (int d = 0; d < N; ++d) store(place(first + i) + (chunk + d) * LANES, sums[i][d]);
+      for (int d = 0; d < N; ++d) store(out(first + i) + (chunk + d) * LANES, sums[i][d]);
   }
 
-  float *place(int64_t query) const {
-    const int64_t token = query % call.tokens, group = query / call.tokens;
+  float *out(int64_t query) const {
+    const int64_t token = query % tokens, group = query / tokens;
     const int64_t heads = call.kv_heads * call.groups, h = head * call.groups + group;
-    return call.out + ((row * call.tokens + token) * heads + h) * dim;
+    const int64_t first = call.counts ? call.firsts[row] : row * call.tokens;
+    return call.out + ((first + token) * heads + h) * dim;
   }
 
   void run() const {
     for (int64_t i = 0; i < queries; ++i) {
-      const int64_t t = i % call.tokens, h = head * call.groups + i / call.tokens;
+      const int64_t t = i % tokens, h = head * call.groups + i / tokens;
       const int64_t *step = call.q_strides;
-      const E *from = reinterpret_cast<const E *>(call.q) + row * step[0] + h * step[1] + t * step[2];
+      const E *from = reinterpret_cast<const E *>(call.q) + place(call, step, row) + h * step[1] + t * step[2];
       for (int d = 0; d < CHUNKS; ++d) store(q + i * dim + d * LANES, load(from + d * LANES) * call.scale);
     }
     for (int64_t i = 0; i < queries; i += 4) score(i);
@@ -112,8 +122,8 @@ struct Pair {
 
 template <class E>
 void append(E *to, const char *from, const int64_t *strides, const AttentionCall &call, int64_t row, int64_t head) {
-  const E *source = reinterpret_cast<const E *>(from) + row * strides[0] + head * strides[1];
-  for (int64_t t = 0; t < call.tokens; ++t)
+  const E *source = reinterpret_cast<const E *>(from) + place(call, strides, row) + head * strides[1];
+  for (int64_t t = 0; t < tokens_of(call, row); ++t)
     std::memcpy(to + t * call.dim, source + t * strides[2], call.dim * sizeof(E));
 }
 
@@ -124,13 +134,14 @@ void attend_pair(const AttentionCall &call, int64_t row, int64_t head) {
   E *keys = reinterpret_cast<E *>(call.keys) + base, *values = reinterpret_cast<E *>(call.values) + base;
   append(keys + start * call.dim, call.k_new, call.k_strides, call, row, head);
   append(values + start * call.dim, call.v_new, call.v_strides, call, row, head);
-  const int64_t queries = call.groups * call.tokens, padded = (queries + 3) / 4 * 4;
-  const int64_t columns = start + call.tokens, width = (columns + LANES - 1) / LANES * LANES;
+  const int64_t tokens = tokens_of(call, row);
+  const int64_t queries = call.groups * tokens, padded = (queries + 3) / 4 * 4;
+  const int64_t columns = start + tokens, width = (columns + LANES - 1) / LANES * LANES;
   static thread_local std::vector<float> memory;
   memory.assign(padded * call.dim, 0);
   memory.resize(padded * (call.dim + width));
   float *q = memory.data();
-  Pair<E, CHUNKS>{call, row, head, queries, columns, width, keys, values, q, q + padded * call.dim}.run();
+  Pair<E, CHUNKS>{call, row, head, tokens, queries, columns, width, keys, values, q, q + padded * call.dim}.run();
 }
 
 template <class E>

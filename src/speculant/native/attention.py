@@ -20,7 +20,7 @@ class Call(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("q", "k_new", "v_new", "keys", "values", "out")),
-        *((name, ctypes.c_void_p) for name in ("slots", "starts", "mask")),
+        *((name, ctypes.c_void_p) for name in ("slots", "starts", "mask", "firsts", "counts")),
         *((name, ctypes.c_int64 * 3) for name in ("q_strides", "k_strides", "v_strides")),
         *((name, ctypes.c_int64) for name in ("row_stride", "head_stride", "batch", "kv_heads")),
         *((name, ctypes.c_int64) for name in ("groups", "tokens", "dim", "behind")),
@@ -41,6 +41,7 @@ class Attention:
         self.slots, self.starts = torch.tensor(slots), torch.tensor(starts)
         self.mask = None if mask is None else mask.contiguous().view(torch.uint8)
         self.behind = behind
+        self.width = 0 if mask is None else mask.shape[1]  # T of the mask
 
     def __call__(
         self, queries: Tensor, keys: Tensor, values: Tensor, cached: tuple[Tensor, Tensor]
@@ -62,6 +63,8 @@ class Attention:
             self.slots.data_ptr(),
             self.starts.data_ptr(),
             None if self.mask is None else self.mask.data_ptr(),
+            None,
+            None,
             queries.stride()[:3],
             keys.stride()[:3],
             values.stride()[:3],

@@ -19,6 +19,7 @@ struct AttentionCall {
   float *out;                 // [B, T, H, D]
   const int64_t *slots, *starts;  // [B]
   const uint8_t *mask;        // [B, T, behind + T] or null: causal
+  const int64_t *firsts, *counts;  // [B] or null: rows of fewer than T tokens, one behind the other
   int64_t q_strides[3], k_strides[3], v_strides[3], row_stride, head_stride;
   int64_t batch, kv_heads, groups, tokens, dim, behind;
   float scale;

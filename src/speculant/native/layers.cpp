@@ -33,14 +33,15 @@ struct Model {
 };
 
 struct Pass {
-  float *hidden;            // [B * T, H], in and out
-  const float *beside;      // [B * T, H] or null: its norm stands before hidden's in QKV's input
-  const float *cos, *sin;   // [B * T, D / 2]
+  float *hidden;            // [R, H], in and out; R is B * T, or the sum of counts
+  const float *beside;      // [R, H] or null: its norm stands before hidden's in QKV's input
+  const float *cos, *sin;   // [R, D / 2]
   float *keys, *values;     // of layer 0; the next one's lie layer_stride further on
   float *const *taps;       // [count + 1]: where to copy the state that enters a layer, or null
   const int64_t *slots, *starts;
   const uint8_t *mask;
-  int64_t batch, tokens, behind, layer_stride, row_stride, head_stride;
+  const int64_t *firsts, *counts;  // [B] or null: see AttentionCall
+  int64_t rows, batch, tokens, behind, layer_stride, row_stride, head_stride;
   int64_t threads;
 };
 
@@ -92,7 +93,7 @@ struct Buffers {
 };
 
 void attention(const Model &m, const Layer &layer, const Pass &pass, int64_t index, Buffers &b) {
-  const int64_t rows = pass.batch * pass.tokens, width = layer.qkv.outputs, dim = m.dim;
+  const int64_t rows = pass.rows, width = layer.qkv.outputs, dim = m.dim;
   const int threads = static_cast<int>(pass.threads);
   for (int64_t r = 0; r < rows; ++r) {
     float *to = &b.normed[r * layer.qkv.inputs];
@@ -116,7 +117,7 @@ void attention(const Model &m, const Layer &layer, const Pass &pass, int64_t ind
       reinterpret_cast<const char *>(q), reinterpret_cast<const char *>(k), reinterpret_cast<const char *>(v),
       reinterpret_cast<char *>(pass.keys + index * pass.layer_stride),
       reinterpret_cast<char *>(pass.values + index * pass.layer_stride), b.mixed.data(), pass.slots,
-      pass.starts, pass.mask, {s[0], s[1], s[2]}, {s[0], s[1], s[2]}, {s[0], s[1], s[2]},
+      pass.starts, pass.mask, pass.firsts, pass.counts, {s[0], s[1], s[2]}, {s[0], s[1], s[2]}, {s[0], s[1], s[2]},
       pass.row_stride, pass.head_stride, pass.batch, m.kv_heads, m.heads / m.kv_heads, pass.tokens,
       dim, pass.behind, 1 / std::sqrt(static_cast<float>(dim))};
   speculant_attend(&call, 0, threads);
@@ -125,7 +126,7 @@ void attention(const Model &m, const Layer &layer, const Pass &pass, int64_t ind
 }
 
 void feed_forward(const Model &m, const Layer &layer, const Pass &pass, Buffers &b) {
-  const int64_t rows = pass.batch * pass.tokens;
+  const int64_t rows = pass.rows;
   const int threads = static_cast<int>(pass.threads);
   for (int64_t r = 0; r < rows; ++r)
     norm(pass.hidden + r * m.hidden, layer.mlp_norm, &b.normed[r * m.hidden], m.hidden, m.eps);
@@ -140,7 +141,7 @@ void feed_forward(const Model &m, const Layer &layer, const Pass &pass, Buffers 
 
 extern "C" void speculant_layers(const Model *model, const Pass *pass) {
   static thread_local Buffers b;  // kept between calls: no allocation in the loop
-  const int64_t rows = pass->batch * pass->tokens, size = rows * model->hidden;
+  const int64_t rows = pass->rows, size = rows * model->hidden;
   int64_t wide = 0;
   for (int64_t i = 0; i < model->count; ++i) {
     const Layer &layer = model->layers[i];

@@ -43,9 +43,9 @@ class _Model(ctypes.Structure):
 class _Pass(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("hidden", "beside", "cos", "sin", "keys", "values", "taps")),
-        *((name, POINTER) for name in ("slots", "starts", "mask")),
-        *((name, INT) for name in ("batch", "tokens", "behind", "layer_stride", "row_stride")),
-        *((name, INT) for name in ("head_stride", "threads")),
+        *((name, POINTER) for name in ("slots", "starts", "mask", "firsts", "counts")),
+        *((name, INT) for name in ("rows", "batch", "tokens", "behind", "layer_stride")),
+        *((name, INT) for name in ("row_stride", "head_stride", "threads")),
     )
 
 
@@ -96,13 +96,21 @@ class Layers:
         reading: Attention,
         taps: Sequence[int],
         beside: Tensor | None = None,
+        counts: Sequence[int] | None = None,
     ) -> Mapping[int, Tensor]:
         """Run all layers over hidden [B, T, H], in place; the states [B, T, H] that enter `taps`.
 
         angles: [B, T, D / 2] of the rotary embedding; cache: `KVCache.data`, float32
         beside: [B, T, H] float32, for layers with a `beside_norm`
+        counts: tokens of each row, at most T of the mask: all of [B, T, ...] above are then
+                [sum of counts, ...], one row behind the other
         """
-        batch, tokens, _ = hidden.shape
+        rows, batch = hidden.numel() // self.hidden, len(reading.starts)
+        tokens, firsts, lengths = rows // batch, None, None
+        if counts is not None:
+            lengths = torch.tensor(counts)
+            firsts = lengths.cumsum(0) - lengths
+            tokens = reading.width
         cos, sin = angles.cos().contiguous(), angles.sin().contiguous()
         tapped = {tap: torch.empty_like(hidden) for tap in taps}
         count = len(self.weights)
@@ -118,6 +126,9 @@ class Layers:
             reading.slots.data_ptr(),
             reading.starts.data_ptr(),
             _address(reading.mask),
+            _address(firsts),
+            _address(lengths),
+            rows,
             batch,
             tokens,
             reading.behind,

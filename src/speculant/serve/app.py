@@ -15,9 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from .. import __version__
-from ..control import Control
+from ..control import ByLoad, Control
 from ..drafts import DRAFTS
-from .depth import ByLoad
 from .errors import ApiError, from_validation
 from .schema import ChatRequest, CompletionRequest, ErrorBody
 from .security import Guard, openapi_security

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 from ..drafts.base import Draft
 from ..engine import Engine
+from ..pace import by_load
 from ..target.base import Target
 from .asked import Reader
-from .depth import by_load
 from .grammar import Grammars
 from .guarded import Guarded
 from .metrics import ServeMetrics

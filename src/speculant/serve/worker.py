@@ -18,7 +18,6 @@ from typing import Any
 from ..admission import Lane
 from ..engine import Engine
 from ..request import RequestError
-from .depth import ByLoad
 from .errors import ApiError, bad_request, broken, down, late, leaving, too_complex
 from .guarded import Guarded
 from .health import REASONS, Health, health_of
@@ -224,8 +223,6 @@ class Worker:
 
     def _round(self, name: str, lane: Lane, rows: list[Choice]) -> None:
         """A round of a lane; tells the draft's health, and hands out the pieces."""
-        if isinstance(lane.control, ByLoad):
-            lane.control.enter([choice.params for choice in rows])
         pieces = self.engine.round(lane)
         now, self._failures = self.clock(), 0
         reasons: set[str | None] = set()

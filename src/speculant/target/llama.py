@@ -216,24 +216,33 @@ class LlamaTarget:
         if wrong:
             raise ValueError(f"tap {wrong[0]}: must be LAST or one of 0..{len(self.layers) - 1}")
         tokens, positions = tokens.to(device), positions.to(device)
-        hidden = self.embedding(tokens)  # shape: [B, T, H]
         groups = self.config.num_heads // self.config.kv_heads
         reading = Reading(cache, mask, groups, positions, self.config.window)
         inner = [tap for tap in taps if tap != LAST]
         tapped: dict[int, Tensor] = {}
+        real = (
+            None  # which tokens are computed: all, or [R] of B * T, then in place of [B, T] below
+        )
         if self.compiled is not None and reading.kernel is not None:
-            hidden = hidden.clone()
+            real = cache.real()
+            if real is not None:
+                tokens, positions = tokens.flatten()[real], positions.flatten()[real]
+            hidden = self.embedding(tokens).clone()  # shape: [B, T, H]
             angles = positions[..., None].float() * self.inv_freq
-            data = cache.cache.data
-            tapped |= self.compiled(hidden, angles, data, reading.kernel, inner)
+            parts = (hidden, angles, cache.cache.data, reading.kernel, inner)
+            tapped |= self.compiled(*parts, counts=cache.counts)
         else:
-            hidden = self._run(hidden, positions, reading, tapped, inner)
-        if not need_logits and LAST not in taps:
-            return None, _join(tapped, taps)
-        hidden = rms_norm(hidden, self.norm, self.config.norm_eps)
-        tapped[LAST] = hidden
-        logits = self.unembed(hidden) if need_logits else None  # shape: [B, T, V]
-        return logits, _join(tapped, taps)
+            hidden = self._run(self.embedding(tokens), positions, reading, tapped, inner)
+        logits = None
+        if need_logits or LAST in taps:
+            hidden = rms_norm(hidden, self.norm, self.config.norm_eps)
+            tapped[LAST] = hidden
+            logits = self.unembed(hidden) if need_logits else None  # shape: [B, T, V]
+        found = (logits, _join(tapped, taps))
+        if real is None:
+            return found
+        shape = (len(cache.slots), cache.new_tokens)
+        return _spread(logits, real, shape), _spread(found[1], real, shape)
 
     def _run(
         self,
@@ -289,6 +298,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [B, T, heads, D], halves convention (Su et al. 2021; Hugging Face)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def _spread(x: Tensor | None, real: Tensor, shape: tuple[int, int]) -> Tensor | None:
+    """x [R, N] at the flat indices [R] of [B, T]: [B, T, N], 0 elsewhere."""
+    if x is None:
+        return None
+    out = x.new_zeros(shape[0] * shape[1], x.shape[-1])
+    out[real] = x
+    return out.view(*shape, -1)
 
 
 def _join(tapped: Mapping[int, Tensor], taps: Sequence[int]) -> Tensor | None:
