@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fake import FakeTarget
 from scripted import Scripted
+from speculant import pace
 from speculant.control import FIRST_WAIT, Adaptive, Costs, Fixed, Track
 from speculant.drafts import load_draft
 from speculant.engine import generate, generate_many
@@ -219,3 +221,48 @@ def test_costs_are_measured_for_chains_and_trees() -> None:
     assert (found.depths, found.rows) == ((0, 2), (1, 7))
     with pytest.raises(ValueError, match="nothing to adapt"):
         measure_costs(target, load_draft("none", target))
+
+
+@pytest.mark.parametrize(
+    ("load", "threads", "ms", "wanted"),
+    [
+        (0.1, 4, {}, None),  # an idle machine: nothing is timed
+        (3.0, 1, {}, None),
+        (3.0, 4, {4: 50.0, 3: 9.0, 2: 8.5, 1: 16.0}, 3),  # three are as fast as two
+        (3.0, 4, {4: 5.0, 3: 7.0, 2: 9.0, 1: 16.0}, 4),
+        (3.0, 2, {2: 60.0, 1: 16.0}, 1),
+    ],
+)
+def test_threads_on_a_busy_machine(
+    monkeypatch: pytest.MonkeyPatch, load: float, threads: int, ms: dict[int, float],
+    wanted: int | None,
+) -> None:  # fmt: skip
+    """Forwards take what the table says; torch's own number is put back."""
+    now = [threads]
+    monkeypatch.setattr(pace.os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: now.__setitem__(0, n))
+
+    def run(timer: pace.ForwardTimer, passes: int = 1) -> None:
+        timer.times[1, 1].append(ms[now[0]])
+
+    monkeypatch.setattr(pace.ForwardTimer, "run", run)
+    found = pace.pick_threads(FakeTarget(seed=3))
+    assert (found and found[0]) == wanted
+    assert now == [threads]
+    if found:
+        assert found[1] == ms
+
+
+def test_threads_are_timed_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace.os, "getloadavg", lambda: (9.0, 9.0, 9.0))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = pace.pick_threads(FakeTarget(seed=3))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert found is not None
+    assert set(found[1]) == {1, 2}
+    assert all(ms > 0 for ms in found[1].values())

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fake import HIDDEN, FakeTarget
+from speculant.control import Fixed, Track
 from speculant.drafts import load_draft
 from speculant.drafts.eagle import EagleDraft
 from speculant.engine import Engine, generate, generate_many
@@ -115,6 +116,29 @@ def test_drafting_equals_the_uncached_chain() -> None:
     assert [o.token_ids for o in done] == [TARGET.greedy(p, 24) for p in PROMPTS]
     assert Spy.seen > 100
     assert all(o.metrics.num_draft_tokens > 0 for o in done)
+
+
+class Pauses(Fixed):
+    """Drafts three deep, but for long stretches nothing: 3 rounds, then none in 23."""
+
+    def budget(self, remaining: int, track: Track | None = None) -> int:
+        rounds = 0 if track is None else track.quiet
+        if track is not None:
+            track.quiet += 1
+        return super().budget(remaining) if rounds % 26 < 3 else 0
+
+
+def test_what_gathers_while_nothing_is_drafted_is_run_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A few pairs at a time, some before they are asked for: the drafts are the uncached chain's."""
+    monkeypatch.setattr("speculant.drafts.eagle.CHUNK", 4)
+    monkeypatch.setattr("speculant.drafts.eagle.MOST_PENDING", 14)
+    params = SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True)
+    draft, before = Spy(make_head(), TARGET.embed, VOCAB, 3), Spy.seen
+    done = generate_many(TARGET, draft, PROMPTS[:3], params, max_rows=2, control=Pauses(3))
+    assert [o.token_ids for o in done] == [TARGET.greedy(p, 90) for p in PROMPTS[:3]]
+    assert Spy.seen - before > 60
 
 
 def test_the_chain_is_rolled_back_after_acceptance(target: FakeTarget) -> None:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from speculant.native.library import library
 from speculant.target import convert, load
 from speculant.target.base import LoadError, UnknownModelError
 from speculant.target.load import load_target, resolve, target_fingerprint
@@ -479,3 +480,34 @@ def test_weights_that_cannot_be(whole_gguf: Path, tmp_path: Path, cache: Path) -
         load_target(whole_gguf, weights="int3")
     with pytest.raises(LoadError, match="fast decoder"):
         load_target(whole_gguf, weights="int8", backend="hf")
+
+
+def logits_of(target: Any) -> torch.Tensor:
+    """Of one prompt, from an empty cache."""
+    ids = torch.arange(3, 11)[None]
+    rows = target.new_cache(1, 8).rows([0], 8)
+    out, _ = target.forward(ids, torch.arange(8)[None], None, rows)
+    assert out is not None
+    return torch.as_tensor(out)
+
+
+@pytest.mark.skipif(library() is None, reason="the compiled library is not here")
+@pytest.mark.parametrize("chosen", ["", "bfloat16", "file"])
+def test_auto_takes_the_smallest_format_that_rounds_nothing(
+    chosen: str, whole_folder: Path, whole_gguf: Path, tmp_path: Path, cache: Path
+) -> None:
+    """The same logits as the weights in float32, but for the order of sums."""
+    source = Path(shutil.copytree(whole_folder, tmp_path / "model"))
+    if chosen == "file":
+        source = tmp_path / "blocks.gguf"
+        quantised_gguf(source, whole_gguf)
+    else:
+        tiny_llama().to(torch.bfloat16 if chosen else torch.float32).save_pretrained(source)
+    found, plain = load_target(source, weights="auto"), load_target(source)
+    assert (found.info.weights, plain.info.weights) == (chosen, "")
+    torch.testing.assert_close(logits_of(found), logits_of(plain), atol=1e-5, rtol=1e-4)
+    if chosen != "file":  # transformers keeps them in one format
+        other = load_target(source, weights="auto", backend="hf")
+        torch.testing.assert_close(logits_of(other), logits_of(plain), atol=1e-4, rtol=1e-3)
+    half = load_target(source, weights="auto", dtype=torch.bfloat16)
+    assert half.info.weights == ""

@@ -52,19 +52,23 @@ IsAdaptive = Annotated[
     ),
 ]
 Weights = Annotated[
-    str | None,
+    str,
     typer.Option(
         "--weights",
         help="Round the target's matrices: float32, bfloat16, int8, int4; "
         "file: the integers of its GGUF file; -a8 behind a name rounds activations to int8 too, as "
-        "llama.cpp does. Default: as --dtype.",
-        show_default=False,
+        "llama.cpp does. auto: the fastest that rounds nothing.",
     ),
 ]
 Dtype = Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")]
 Device = Annotated[str, typer.Option("--device", help="cpu or cuda.")]
 Backend = Annotated[str, typer.Option("--backend", help="auto, llama (ours) or hf (transformers).")]
-Threads = Annotated[int | None, typer.Option("--threads", help="CPU threads; default: torch's.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads", help="CPU threads; default: torch's, fewer where others are at work."
+    ),
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Most tokens to generate.")]
 Temperature = Annotated[
     float | None,
@@ -152,7 +156,7 @@ def load_pair(
     threads: int | None,
     tree: int | None = None,
     force: bool = False,
-    weights: str | None = None,
+    weights: str = "auto",
 ) -> tuple[Target, Draft]:
     """Load the pair; everything that can be refused cheaply is refused before the target loads."""
     from .drafts import NEEDS, bundled_head, draft_options, find_draft, load_draft
@@ -178,9 +182,9 @@ def load_pair(
     from .target.load import load_target
 
     parts: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": device, "backend": backend}
-    # a draft model keeps its dtype
-    own: dict[str, Any] = {} if weights is None else {"weights": weights}
-    loaded = load_target(target, **parts, **own)
+    loaded = load_target(target, **parts, weights=weights)  # a draft model keeps its dtype
+    if threads is None:
+        fewer_threads(loaded)
     options: dict[str, Any] = {} if tree is None else {"tree": tree}
     if force:
         options["force"] = True
@@ -216,6 +220,31 @@ def set_threads(threads: int | None) -> None:
     import torch
 
     torch.set_num_threads(threads)
+
+
+def fewer_threads(target: Target) -> None:
+    """On a busy machine, compute with as many threads as are fastest there, and say so."""
+    from .pace import pick_threads
+
+    found = pick_threads(target)
+    most = torch_threads()
+    if found is None or found[0] == most:
+        return
+    count, times = found
+    set_threads(count)
+    if sys.stderr.isatty():
+        typer.echo(
+            f"speculant: the machine is busy: {count} of {most} threads ({times[count]:.0f} ms a "
+            f"token, {times[most]:.0f} with all); --threads decides otherwise",
+            err=True,
+        )
+
+
+def torch_threads() -> int:
+    """Threads that torch computes with."""
+    import torch
+
+    return torch.get_num_threads()
 
 
 def check_rule(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,8 @@ from .target.base import Target
 CONTEXT = 192
 """Cached tokens behind a timed forward: a chat's."""
 REPEATS, WARM_UP = 5, 2
+BUSY = 0.7
+"""Load above which somebody else is at work; starting adds some 0.1 of ours."""
 ROUNDS = 6
 """Rounds of drafting that are timed at each depth."""
 
@@ -121,6 +124,41 @@ def forward_times(
     timer = ForwardTimer(target, rows, context, (batch,))
     timer.run(WARM_UP + repeats)
     return tuple((k, median) for (_, k), (median, _) in timer.medians().items())
+
+
+def pick_threads(target: Target) -> tuple[int, dict[int, float]] | None:
+    """How many threads to compute with on a machine that others use too; None: torch's own number.
+
+    torch's threads spin while they wait for each other. With another process on one of their cores
+    every step of a forward waits for the thread that was put off, so that fewer threads can be many
+    times faster. Where the load says that cores are taken, forwards of one row are timed with all
+    threads, one less, half of them and one, in turn; more threads win where they are as fast.
+
+    Returns the number, and the milliseconds of each that was tried.
+    """
+    most = torch.get_num_threads()
+    if most == 1 or target.info.device.type != "cpu" or not _others_run():
+        return None
+    counts = sorted({most, most - 1, max(1, most // 2), 1}, reverse=True)
+    timers = {n: ForwardTimer(target, (1,), 0) for n in counts}
+    try:
+        for _ in range(WARM_UP + 2):
+            for n, timer in timers.items():
+                torch.set_num_threads(n)
+                timer.run()
+    finally:
+        torch.set_num_threads(most)
+    found = {n: timer.medians()[1, 1][0] for n, timer in timers.items()}
+    best = min(found.values())
+    return next(n for n, ms in found.items() if ms <= 1.1 * best), found
+
+
+def _others_run() -> bool:
+    """True when the machine's load of the last minute is more than our own start explains."""
+    try:
+        return os.getloadavg()[0] > BUSY
+    except (AttributeError, OSError):  # not on this system
+        return False
 
 
 def _draft_ms(target: Target, draft: Draft, depth: int, batch: int) -> float:

@@ -46,7 +46,7 @@ def chat(
     dtype: Dtype = "float32",
     device: Device = "cpu",
     backend: Backend = "auto",
-    weights: Weights = None,
+    weights: Weights = "auto",
     threads: Threads = None,
 ) -> None:
     """Talk to the target. /reset forgets, /stats counts, /exit leaves."""

@@ -58,7 +58,7 @@ def check(
     dtype: Dtype = "float32",
     device: Device = "cpu",
     backend: Backend = "auto",
-    weights: Weights = None,
+    weights: Weights = "auto",
     threads: Threads = None,
 ) -> None:
     """Prove on this machine that a pair, or a server, samples from the target's distribution."""

@@ -27,7 +27,7 @@ def demo(
     tree: Tree = None,
     force: Force = False,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Tokens a text.")] = 160,
-    weights: Weights = None,
+    weights: Weights = "auto",
     threads: Threads = None,
 ) -> None:
     """Show the same text with speculation and plainly, side by side."""

@@ -84,7 +84,7 @@ def evaluate(
     dtype: Dtype = "float32",
     device: Device = "cpu",
     backend: Backend = "auto",
-    weights: Weights = None,
+    weights: Weights = "auto",
     threads: Threads = None,
 ) -> None:
     """Measure acceptance per position and per task: chain and tree, temperature 0 and 1."""
@@ -108,7 +108,7 @@ def evaluate(
             "questions": str(questions) if questions else "built-in",
             "limit": limit,
             "dtype": dtype,
-            "weights": weights,
+            "weights": loaded.info.weights or dtype,
             "device": device,
         }
         done = [run(loaded, made, asked, setting, names) for setting, made in pairs]

@@ -58,7 +58,7 @@ def profile(
     dtype: Dtype = "float32",
     device: Device = "cpu",
     backend: Backend = "auto",
-    weights: Weights = None,
+    weights: Weights = "auto",
     threads: Threads = None,
 ) -> None:
     """Measure t(batch, rows), the drafts' cost and their acceptance, for `speculant tune`."""
@@ -88,9 +88,7 @@ def profile(
 
         plan = Plan(**chosen, max_tokens=max_tokens, context=context)
         asked = spread(read_questions(questions) if questions else builtin_questions(), limit)
-        parts: dict[str, Any] = {"device": device, "backend": backend}
-        if weights:
-            parts["weights"] = weights
+        parts: dict[str, Any] = {"device": device, "backend": backend, "weights": weights}
         loaded = load_target(target, dtype=getattr(torch, dtype), **parts)
         if context + 64 > loaded.info.context_length:
             raise ValueError(

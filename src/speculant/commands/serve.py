@@ -95,7 +95,7 @@ def serve(
     dtype: Dtype = "float32",
     device: Device = "cpu",
     backend: Backend = "auto",
-    weights: Weights = None,
+    weights: Weights = "auto",
     threads: Threads = None,
 ) -> None:
     """Serve the target over OpenAI's API, with speculation, metrics and a page to watch it."""

@@ -54,6 +54,7 @@ class TargetInfo:
     dtype: torch.dtype
     device: torch.device
     folder: Path | None = None  # where the weights lie, for the fingerprint
+    weights: str = ""  # what the matrices are held in, where that is not `dtype`
 
 
 class Target(Protocol):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .base import LoadError, Target, Tokenizer, UnknownModelError
 from .convert import cache_folder, convert_gguf
 from .tokenizer import line, load_tokenizer, read_json
-from .weights import read_header, weight_files
+from .weights import exact_weights, read_header, weight_files
 
 if TYPE_CHECKING:
     import torch
@@ -68,11 +68,12 @@ def load_target(
 
     weights: what the fast decoder's matrices are rounded to: float32, bfloat16, int8 or int4, a
              target of its own then; "file": a GGUF's integers as they are; "" keeps them in `dtype`;
-             with -a8 behind int8, int4 or file what they multiply is rounded to int8 too
+             with -a8 behind int8, int4 or file what they multiply is rounded to int8 too; "auto": the
+             fastest of those that round nothing, see `exact_weights`
 
     Raises LoadError, one line for the user, when it cannot.
     """
-    if weights and weights not in WEIGHTS:
+    if weights not in ("", "auto", *WEIGHTS):
         raise UnknownModelError(f"weights {weights!r}: must be one of {', '.join(WEIGHTS)}")
     if backend not in ("auto", "hf", "llama"):
         raise UnknownModelError(f"backend {backend!r}: must be auto, hf or llama")
@@ -87,13 +88,15 @@ def load_target(
 
         reason = fits(config)
         if reason is None:
+            if weights == "auto":
+                weights = exact_weights(folder, kind, place)
             target = LlamaTarget.from_folder(folder, tokenizer, name, kind, place, weights)
-            target.info = replace(target.info, folder=folder)
+            target.info = replace(target.info, folder=folder, weights=weights)
             give_back_memory()
             return target
         if backend == "llama":
             raise LoadError(f"{name}: the llama backend does not fit: {reason}; use hf")
-    if weights:
+    if weights not in ("", "auto"):
         raise LoadError(f"{name}: --weights {weights} needs the fast decoder (--backend llama)")
     return _load_hf(folder, tokenizer, name, kind, place)
 

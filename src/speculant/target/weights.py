@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..native.library import library
 from .base import LoadError
 from .linear import Embedding, FileRows, Linear
-from .quantised import QuantisedFile
+from .quantised import FILE, QuantisedFile
 from .tokenizer import line, read_json
 
 INDEX, WEIGHTS = "model.safetensors.index.json", "model.safetensors"
@@ -84,6 +85,23 @@ class Reader:
             raise LoadError(
                 f"{self.folder}: unexpected tensors in the weights: {', '.join(left[:3])}"
             )
+
+
+def exact_weights(folder: Path, dtype: torch.dtype, device: torch.device) -> str:
+    """The format that holds a folder's own weights, none of them rounded, in the fewest bytes.
+
+    That is the fastest one for few rows (docs/performance.md): "file" for what was a GGUF file,
+    bfloat16 for a checkpoint stored in it; "" where the compiled library does not compute, which is
+    in float32 and on a CPU.
+    """
+    if dtype is not torch.float32 or device.type != "cpu" or library() is None:
+        return ""
+    if (folder / FILE).is_file():
+        return "file"
+    entries = [e for path in weight_files(folder) for e in read_header(path).values()]
+    matrices = [entry for entry in entries if len(entry.get("shape", ())) == 2]
+    stored = matrices and all(entry.get("dtype") == "BF16" for entry in matrices)
+    return "bfloat16" if stored else ""
 
 
 def weight_files(folder: Path) -> list[Path]:
