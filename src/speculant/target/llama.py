@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..cache import CacheRows, KVCache
 from ..native.layers import rms_norm
 from ..native.memory import Mover
 from .base import LAST, LoadError, TargetInfo, Tokenizer
+from .graphs import Graphs
 from .layers import Layer, Tensors, compiled_layers, read_layer
 from .linear import Embedding, Linear
 from .weights import Reader
@@ -93,6 +94,14 @@ def fits(config: Mapping[str, Any]) -> str | None:
     return None
 
 
+class Attends(Protocol):
+    """Attention of the new tokens over a cache: `Reading`, or one that a CUDA graph can hold."""
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """See `Reading.attend`."""
+        ...
+
+
 class LlamaTarget:
     """Implements `Target`; see there for the shapes."""
 
@@ -123,6 +132,7 @@ class LlamaTarget:
         steps = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=norm.device)
         self.inv_freq = 1.0 / config.rope_theta ** (steps / config.head_dim)  # shape: [D / 2]
         self.compiled = compiled_layers(config, self.layers, self.info.dtype, self.info.device)
+        self.graphs = Graphs(self) if norm.device.type == "cuda" else None
 
     @staticmethod
     def from_folder(
@@ -216,6 +226,8 @@ class LlamaTarget:
         if wrong:
             raise ValueError(f"tap {wrong[0]}: must be LAST or one of 0..{len(self.layers) - 1}")
         tokens, positions = tokens.to(device), positions.to(device)
+        if self.graphs is not None and self.graphs.fits(cache):
+            return self.graphs.forward(tokens, positions, mask, cache, taps, need_logits)
         groups = self.config.num_heads // self.config.kv_heads
         reading = Reading(cache, mask, groups, positions, self.config.window)
         inner = [tap for tap in taps if tap != LAST]
@@ -232,7 +244,7 @@ class LlamaTarget:
             parts = (hidden, angles, cache.cache.data, reading.kernel, inner)
             tapped |= self.compiled(*parts, counts=cache.counts)
         else:
-            hidden = self._run(self.embedding(tokens), positions, reading, tapped, inner)
+            hidden = self.run_layers(self.embedding(tokens), positions, reading, tapped, inner)
         logits = None
         if need_logits or LAST in taps:
             hidden = rms_norm(hidden, self.norm, self.config.norm_eps)
@@ -244,11 +256,11 @@ class LlamaTarget:
         shape = (len(cache.slots), cache.new_tokens)
         return _spread(logits, real, shape), _spread(found[1], real, shape)
 
-    def _run(
+    def run_layers(
         self,
         hidden: Tensor,
         positions: Tensor,
-        reading: Reading,
+        reading: Attends,
         tapped: dict[int, Tensor],
         taps: Sequence[int],
     ) -> Tensor:
@@ -276,7 +288,7 @@ class LlamaTarget:
         layer: Layer,
         hidden: Tensor,
         rotary: tuple[Tensor, Tensor],
-        reading: Reading,
+        reading: Attends,
     ) -> Tensor:
         """Norm, attention over the cached prefix and the new tokens, output projection: [B, T, H]."""
         config = self.config
