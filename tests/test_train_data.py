@@ -228,6 +228,21 @@ def test_a_relay_asks_the_target_what_it_wrote() -> None:
     assert all(any(w in texts[i] for w in written) for i in answered)
 
 
+def test_long_conversations_fill_the_context() -> None:
+    recipe = {"conversations": 30, "documents": 0.0, "relays": 0.0, "turns": 0.0, "longest": 900}
+    samples = maker(Script(), **recipe, long=0.2).make(0)
+    texts = [Characters().decode(s.prompt) for s in samples]
+    turns = [text.count("<user>") for text in texts]
+    assert max(turns) > 6
+    assert max(len(s.prompt) + len(s.answer) for s in samples) > 800
+    firsts = [text for text, n in zip(texts, turns, strict=True) if n == 1 and "Write a" in text]
+    assert len(firsts) == 6
+    for text, n in zip(texts, turns, strict=True):  # every turn stands behind all earlier ones
+        assert n == 1 or any(text.startswith(other) and text != other for other in texts)
+    without = maker(Script(), **recipe, long=0.0).make(0)
+    assert all(Characters().decode(s.prompt).count("<user>") == 1 for s in without)
+
+
 def test_no_sample_is_longer_than_asked() -> None:
     script = Script()
     samples = maker(script, conversations=30, documents=1.0, longest=200).make(0)

@@ -175,6 +175,12 @@ def data(
         float | None,
         typer.Option("--documents", help="Share of requests that become a long text and its task."),
     ] = None,
+    long: Annotated[
+        float | None,
+        typer.Option(
+            "--long", help="Share of the others that become conversations up to the context."
+        ),
+    ] = None,
     turns: Annotated[
         float | None, typer.Option("--turns", help="Share of the others that go on for more turns.")
     ] = None,
@@ -199,6 +205,7 @@ def data(
             answers=answers,
             features=features,
             documents=documents,
+            long=long,
             turns=turns,
             rows=rows,
             device=device,

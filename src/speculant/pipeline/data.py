@@ -64,9 +64,11 @@ def recipe_for(settings: TrainSettings, target: Target) -> Recipe:
     recipe = Recipe(conversations=256, longest=longest, seed=settings.seed)
     if settings.budget_s is not None:
         size = 48 if settings.budget_s >= 900 else 16
-        recipe = replace(recipe, conversations=size, documents=0.15, max_tokens=256)
+        recipe = replace(recipe, conversations=size, documents=0.15, long=0.0, max_tokens=256)
     if settings.documents is not None:
         recipe = replace(recipe, documents=settings.documents)
+    if settings.long is not None:
+        recipe = replace(recipe, long=settings.long)
     return recipe if settings.turns is None else replace(recipe, turns=settings.turns)
 
 

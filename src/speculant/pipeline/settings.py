@@ -27,7 +27,7 @@ class TrainSettings:
     answer_tokens: data to make, or to use of `data`; epochs: passes over it
     data:          folders of shards to train on instead, the first shard of all is held out
     prompts:       a file of the user's; answers: "target" answers it or the file's are "given"
-    documents, turns: shares of the recipe (`train.responses.Recipe`), None for its own
+    documents, long, turns: shares of the recipe (`train.responses.Recipe`), None for its own
     features:      "offline" notes the states on disk, "online" computes them every step
     init:          "target": from its LM head or layers; "random"; or the folder of a head of the kind
     steps:         EAGLE-3's unrolled draft positions; single: share of the run with one step
@@ -57,6 +57,7 @@ class TrainSettings:
     device: str = "cpu"
     init: str = "target"
     documents: float | None = None
+    long: float | None = None
     turns: float | None = None
     rows: int = 64
     seed: int = 0

@@ -81,7 +81,9 @@ class Recipe:
     pairs:         share of the documents that stand in one request with another one
     relays:        share of the others that become a problem, a question or a text that the target
                    writes and is then asked about, as users ask: maths, facts, translation, code
-    turns:         share of what is left that goes on for a second and a third turn
+    long:          share of what is left that becomes a long conversation: a document, then turn upon
+                   turn about it until the context is full, so that late positions are learnt too
+    turns:         share of the rest that goes on for a second and a third turn
     temperatures:  answers are generated at these, evenly; 0 is greedy
     min_p:         of sampled answers: without it a small target at temperature 1 strays into text that
                    nobody would serve and that has little to learn from (a quarter of all answer
@@ -94,6 +96,7 @@ class Recipe:
     documents: float = 0.25
     pairs: float = 0.3
     relays: float = 0.3
+    long: float = 0.06
     turns: float = 0.4
     temperatures: tuple[float, ...] = (0.0, 0.0, 0.7, 1.0)
     min_p: float = 0.1
@@ -104,9 +107,9 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.conversations < 1 or not self.temperatures:
             raise ValueError("a shard needs at least one conversation and one temperature")
-        shares = (self.documents, self.pairs, self.relays, self.turns)
+        shares = (self.documents, self.pairs, self.relays, self.long, self.turns)
         if not all(0 <= share <= 1 for share in shares):
-            raise ValueError("documents, pairs, relays and turns are shares between 0 and 1")
+            raise ValueError("documents, pairs, relays, long and turns are shares between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -132,12 +135,13 @@ class ShardMaker:
         requests = self._requests(rng)
         documents = round(len(requests) * self.recipe.documents)
         relays = documents + round((len(requests) - documents) * self.recipe.relays)
+        longs = relays + round((len(requests) - relays) * self.recipe.long)
         # the longest first: what is left running at the end is short
-        talks = [
-            self._documents(texts, _own(rng)) for texts in self._sets(requests[:documents], rng)
-        ]
+        talks = [self._long(text, _own(rng)) for text in requests[relays:longs]]
+        sets = self._sets(requests[:documents], rng)
+        talks += [self._documents(texts, _own(rng)) for texts in sets]
         talks += [self._relay(text, _own(rng)) for text in requests[documents:relays]]
-        talks += [self._turns([_user(text)], _own(rng)) for text in requests[relays:]]
+        talks += [self._turns([_user(text)], _own(rng), 3) for text in requests[longs:]]
         return [sample for samples in self.generate(talks) for sample in samples]
 
     def _requests(self, rng: random.Random) -> list[str]:
@@ -169,12 +173,22 @@ class ShardMaker:
                 texts.append(answer.text)
         if len(texts) == 2:
             both = _user(comparison(texts[0], texts[1], rng))
-            samples += yield from self._turns([both], rng, asked=1)
+            samples += yield from self._turns([both], rng, 2)
         elif texts:
             there = [*messages, _assistant(texts[0])]
             before = there if len(requests) == 1 and rng.random() < 0.5 else []
             task = _user(follow_up(texts[0], rng))
-            samples += yield from self._turns([*before, task], rng, asked=1)
+            samples += yield from self._turns([*before, task], rng, 2)
+        return samples
+
+    def _long(self, request: str, rng: random.Random) -> Talk[list[Sample]]:
+        """A long text, and turns about it until the context is full or an answer leads nowhere."""
+        samples: list[Sample] = []
+        messages = [_user(document_request(request, rng))]
+        most = 2 * self.recipe.max_tokens
+        while (answer := (yield from self._answer(messages, samples, rng, most))) is not None:
+            messages = [*messages, _assistant(answer.text), _user(second_turn(rng))]
+            most = self.recipe.max_tokens
         return samples
 
     def _relay(self, request: str, rng: random.Random) -> Talk[list[Sample]]:
@@ -184,17 +198,15 @@ class ShardMaker:
         answer = yield from self._answer([_user(text)], samples, rng, self.recipe.max_tokens)
         if answer is not None:
             asked = _user(then.replace("{text}", answer.text.strip()))
-            samples += yield from self._turns([asked], rng, asked=1)
+            samples += yield from self._turns([asked], rng, 2)
         return samples
 
-    def _turns(
-        self, messages: list[Message], rng: random.Random, asked: int = 0
-    ) -> Talk[list[Sample]]:
-        """A conversation of up to three turns, `asked` of which are behind it."""
+    def _turns(self, messages: list[Message], rng: random.Random, most: int) -> Talk[list[Sample]]:
+        """A conversation that goes on for up to `most` turns."""
         samples: list[Sample] = []
-        for turn in range(asked, 3):
+        for turn in range(1, most + 1):
             answer = yield from self._answer(messages, samples, rng, self.recipe.max_tokens)
-            if answer is None or turn == 2 or rng.random() >= self.recipe.turns:
+            if answer is None or turn == most or rng.random() >= self.recipe.turns:
                 break
             messages = [*messages, _assistant(answer.text), _user(second_turn(rng))]
         return samples
