@@ -394,7 +394,7 @@ EARLY = [
     (
         ["--draft", "eagle9"],
         "eagle9",
-        "none, ngram, lookahead, vanilla, medusa, eagle1, eagle2, eagle3",
+        "none, ngram, lookahead, vanilla, medusa, eagle1, eagle1-tree, eagle2, eagle3",
     ),
     (["--draft-model", "other"], "--draft-model", "vanilla"),
     (["--max-tokens", "0"], "max_tokens", ">= 1"),

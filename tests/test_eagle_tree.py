@@ -25,7 +25,7 @@ from speculant.decode import Decoder, Row
 from speculant.drafts import load_draft
 from speculant.drafts.base import DraftRow
 from speculant.drafts.eagle import EagleDraft
-from speculant.drafts.eagle_tree import likeliest
+from speculant.drafts.eagle_tree import FIXED, likeliest
 from speculant.engine import Engine, generate, generate_many
 from speculant.heads.eagle1 import Eagle1Config, Eagle1Head
 from speculant.heads.weights import save_head
@@ -76,13 +76,22 @@ class PlainTree:
         return self.hidden[path]
 
     @torch.no_grad()
-    def probs(self, path: Nodes) -> dict[int, float]:
-        """Probability of every draft token behind a path."""
+    def logits(self, path: Nodes) -> Tensor:
+        """Of every target token behind a path [V], -inf for those that cannot be drafted."""
         logits = torch.full((1, VOCAB), -math.inf, dtype=torch.float64)
         logits[0, self.head.target_ids] = self.head.logits(self.output(path)).double()
         if self.history is not None:
             logits = self.history.adjust(logits, [list(path)])
-        out = logits[0].softmax(-1)
+        return logits[0]
+
+    def ranked(self, path: Nodes) -> list[int]:
+        """Draft tokens behind a path, the likeliest first."""
+        logits = self.logits(path)
+        return [t for t in logits.argsort(descending=True).tolist() if logits[t] > -math.inf]
+
+    def probs(self, path: Nodes) -> dict[int, float]:
+        """Probability of every draft token behind a path."""
+        out = self.logits(path).softmax(-1)
         return {t: float(out[t]) for t in self.head.target_ids.tolist() if out[t] > 0}
 
     def children(self, path: Nodes, confidence: float) -> list[tuple[float, Nodes]]:
@@ -176,6 +185,62 @@ def test_every_tree_is_the_definitions(make: Any, branch: int, nodes: int, depth
     assert [o.token_ids for o in done] == [o.token_ids for o in plain]
     assert done[0].token_ids == TARGET.greedy(PROMPTS[0], 18)
     assert Spy.seen > 100
+
+
+class FixedSpy(EagleDraft):
+    """Checks every proposal against the fixed tree's ranks, path by path over the uncached head."""
+
+    seen = 0
+
+    def propose(self, rows: Sequence[DraftRow]) -> Proposal:
+        proposal = super().propose(rows)
+        for b, row in enumerate(rows):
+            depth, paths = min(row.budget, self.info.depth), paths_of(proposal, b)
+            if not depth or len(row.tokens) == 1:
+                assert not paths
+                continue
+            history = row.history if row.history.active else None
+            plain = PlainTree(self.passes.head, row.tokens, history)
+            want: dict[Nodes, Nodes] = {(): ()}  # a node's ranks -> its tokens
+            for ranks in FIXED:
+                if len(ranks) <= depth and ranks[:-1] in want:
+                    above = want[ranks[:-1]]
+                    if ranks[-1] < len(tokens := plain.ranked(above)):
+                        want[ranks] = (*above, tokens[ranks[-1]])
+            del want[()]
+            assert paths == list(want.values())
+            assert self.passes.cache.lengths[row.slot] == len(row.tokens) - 1
+            type(self).seen += len(paths)
+        return proposal
+
+
+@pytest.mark.parametrize("make", [make_head, make_eagle1], ids=["eagle3", "eagle1"])
+@pytest.mark.parametrize("depth", [5, 3, 1])
+def test_the_fixed_tree_is_eagle1s(make: Any, depth: int) -> None:
+    """25 nodes whatever their confidence; fewer levels where less is asked for or left; forbidden
+    tokens take no place. Greedy, sampled and biased rows together."""
+    FixedSpy.seen = 0
+    draft = FixedSpy(make(), TARGET.embed, VOCAB, depth, fixed=True)
+    assert (draft.info.max_nodes, draft.info.depth) == (25, depth)
+    params = [
+        GREEDY,
+        SamplingParams(max_tokens=11, seed=3, ignore_eos=True),
+        SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True,
+                       logit_bias=dict.fromkeys(range(2, VOCAB), -math.inf)),
+        SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, repetition_penalty=1.5),
+    ]  # fmt: skip
+    done = generate_many(TARGET, draft, PROMPTS, params, max_rows=3)
+    plain = generate_many(TARGET, load_draft("none", TARGET), PROMPTS, params)
+    assert [o.token_ids for o in done] == [o.token_ids for o in plain]
+    assert FixedSpy.seen > 60
+
+
+def test_the_fixed_trees_shape() -> None:
+    """As the paper draws it: 4, 8, 8, 3 and 2 nodes a level; every parent stands before its child."""
+    assert [sum(len(path) == d for path in FIXED) for d in range(1, 6)] == [4, 8, 8, 3, 2]
+    assert all(len(p) == 1 or p[:-1] in FIXED[:i] for i, p in enumerate(FIXED))
+    draft = load_draft("eagle1-tree", TARGET, head=make_eagle1())
+    assert (draft.info.name, draft.info.max_nodes, draft.info.depth) == ("eagle1-tree", 25, 5)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -329,8 +394,9 @@ def test_a_context_shorter_than_the_targets(nodes: int) -> None:
     assert done[1].metrics.num_draft_tokens == 0
 
 
-def test_a_row_that_paused_catches_up() -> None:
+def test_a_row_that_paused_catches_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds without a budget leave features behind; the next tree is the definition's."""
+    monkeypatch.setattr("speculant.drafts.eagle.MOST_PENDING", 64)
     head = make_head(3)
     draft = Spy(head, TARGET.embed, VOCAB, 3, tree=6, branch=3)
     engine = Engine(TARGET, draft, max_rows=2, capacity=256)

@@ -72,7 +72,7 @@ def exported(target: str, wish: Wish) -> str:
     from ..drafts import DRAFTS
     from ..heads.weights import head_kind, is_head
 
-    if wish.draft in ("lookahead", "eagle2"):
+    if wish.draft in ("lookahead", "eagle1-tree", "eagle2"):
         raise ValueError(f"--draft {wish.draft}: vLLM has no such method; try eagle1 or ngram")
     bundled = wish.draft in ("eagle3", "eagle1", "medusa")
     if not bundled and (wish.draft in DRAFTS or not is_head(Path(wish.draft))):

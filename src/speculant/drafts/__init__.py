@@ -96,6 +96,15 @@ def _eagle1(
     return _eagle(name, "eagle1", target, head, num_draft_tokens, tree, branch, force)
 
 
+def _eagle1_tree(
+    target: Target,
+    head: EagleHead | str | Path | None = None,
+    num_draft_tokens: int | None = None,
+    force: bool = False,
+) -> Draft:
+    return _eagle("eagle1-tree", "eagle1", target, head, num_draft_tokens, 0, 8, force, fixed=True)
+
+
 def _eagle2(
     target: Target,
     head: EagleHead | str | Path | None = None,
@@ -129,6 +138,7 @@ def _eagle(
     tree: int,
     branch: int,
     force: bool,
+    fixed: bool = False,
 ) -> Draft:
     """An EAGLE draft; a tree goes a level deeper than a chain, since its branches cost no pass."""
     from ..heads.eagle1 import Eagle1Head
@@ -141,7 +151,7 @@ def _eagle(
     if isinstance(loaded, Eagle1Head):
         loaded.bind(target.unembed)
     parts = (loaded, target.embed, target.info.vocab_size, depth, tree, branch)
-    return EagleDraft(*parts, name=name)
+    return EagleDraft(*parts, name=name, fixed=fixed)
 
 
 def bundled_head(kind: str, name: str | None = None) -> Path:
@@ -227,6 +237,7 @@ DRAFTS: dict[str, tuple[str, Callable[..., Draft]]] = {
     "vanilla": ("a smaller model with the same tokenizer, or the target's first layers", _vanilla),
     "medusa": ("extra heads on the target's last hidden state, drafting a fixed tree", _medusa),
     "eagle1": ("an EAGLE-1 head on the target's last hidden state, drafting a chain", _eagle1),
+    "eagle1-tree": ("an EAGLE-1 head drafting the fixed tree of its paper, 25 nodes", _eagle1_tree),
     "eagle2": ("an EAGLE-1 head drafting a tree that follows its confidence", _eagle2),
     "eagle3": ("an EAGLE-3 head on three hidden states, drafting a chain or a tree", _eagle3),
 }
@@ -240,7 +251,10 @@ KINDS = {
 }
 """Kind of a head's folder -> the draft that uses it, and which of its options takes the folder."""
 
-NEEDS = {"medusa": "medusa", "eagle1": "eagle1", "eagle2": "eagle1", "eagle3": "eagle3"}
+NEEDS = {
+    "medusa": "medusa", "eagle1": "eagle1", "eagle1-tree": "eagle1", "eagle2": "eagle1",
+    "eagle3": "eagle3",
+}  # fmt: skip
 """Draft -> the kind of head that it takes from the package when none is given (`bundled_head`)."""
 
 

@@ -25,7 +25,7 @@ from ..proposal import Proposal
 from ..sampling import to_probs_rows
 from .base import DraftInfo, DraftRow, Feedback
 from .eagle_head import CachedHead
-from .eagle_tree import grow_trees
+from .eagle_tree import FIXED, grow_trees, plant_fixed
 from .sample import argmax_tokens, chain_proposal, draw_tokens, sound_rows
 
 MOST_PENDING = 512
@@ -53,6 +53,7 @@ class EagleDraft:
     num_draft_tokens: most tokens of a chain, or depth of the tree
     tree:             nodes of the tree; 0 drafts a chain
     branch:           k, nodes expanded a depth and tokens that each offers
+    fixed:            draft EAGLE-1's fixed tree of 25 nodes instead; `tree` and `branch` do not count
     """
 
     def __init__(
@@ -64,7 +65,10 @@ class EagleDraft:
         tree: int = 0,
         branch: int = 8,
         name: str = "eagle3",
+        fixed: bool = False,
     ) -> None:
+        if fixed:
+            tree = len(FIXED)
         for what, value, least in (
             ("num_draft_tokens", num_draft_tokens, 1),
             ("tree", tree, 0),
@@ -73,12 +77,13 @@ class EagleDraft:
             if value < least:
                 raise ValueError(f"draft {name!r}: {what} is {value}: it must be at least {least}")
         self.passes = CachedHead(head, embed, target_vocab)
-        self.tree, self.branch = tree, branch
+        self.tree, self.branch, self.fixed = tree, branch, fixed
         self.limit = head.config.context_length
         options: dict[str, object] = {"num_draft_tokens": num_draft_tokens, "tree": tree}
         nodes, depth = num_draft_tokens, num_draft_tokens
         if tree:
-            nodes, depth = tree, min(num_draft_tokens, tree)
+            deepest = len(FIXED[-1]) if fixed else tree
+            nodes, depth = tree, min(num_draft_tokens, deepest)
             options["branch"] = branch
         self.info = DraftInfo(name, head.config.taps, nodes, options=options, max_depth=depth)
 
@@ -147,8 +152,10 @@ class EagleDraft:
             return self._chains(rows, live, depths, hidden)
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in rows]
         if live:
-            parts = ([rows[b] for b in live], [depths[b] for b in live], hidden)
-            grown = grow_trees(self.passes, *parts, self.branch, self.tree)
+            parts = (self.passes, [rows[b] for b in live], [depths[b] for b in live], hidden)
+            grown = (
+                plant_fixed(*parts) if self.fixed else grow_trees(*parts, self.branch, self.tree)
+            )
             for b, tree in zip(live, grown, strict=True):
                 trees[b] = tree
         return Proposal.trees(trees)
