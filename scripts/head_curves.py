@@ -60,15 +60,25 @@ def train(name: str, options: argparse.Namespace) -> None:
 
 
 def evaluate(name: str, options: argparse.Namespace) -> None:
-    """Decode the questions with a head where that is missing: chain and tree, temperature 0."""
-    report = options.out / f"{name}.eval.json"
-    if report.exists():
-        return
+    """Decode the questions with a head where that is missing: chain and tree, temperature 0.
+
+    An EAGLE-1 head also with the fixed tree of its paper.
+    """
     asked = ["--questions", str(options.questions)] if options.questions else []
-    speculant(
-        ["eval", str(options.out / name), *asked, "--limit", str(options.limit), "-t", "0",
-         "--max-tokens", str(options.max_tokens), "--out", str(report), *options.threads]
-    )  # fmt: skip
+    for draft, report in drafts(name, options.out).items():
+        if not report.exists():
+            speculant(
+                ["eval", draft, *asked, "--limit", str(options.limit), "-t", "0",
+                 "--max-tokens", str(options.max_tokens), "--out", str(report), *options.threads]
+            )  # fmt: skip
+
+
+def drafts(name: str, out: Path) -> dict[str, Path]:
+    """What a head is decoded as -> where the figures go."""
+    found = {str(out / name): out / f"{name}.eval.json"}
+    if name.startswith("eagle1"):
+        found[f"eagle1-tree={out / name}"] = out / f"{name}.fixed.eval.json"
+    return found
 
 
 def row(name: str, out: Path) -> dict[str, Any] | None:
@@ -85,13 +95,14 @@ def row(name: str, out: Path) -> dict[str, Any] | None:
         "minutes": round(int(seconds.read_text()) / 60, 1) if seconds.exists() else None,
         "held_out": training["held_out"],
     }
-    decoded = json.loads(report.read_text())
-    for run in decoded.get("results", [decoded]):
-        nodes = run["settings"].get("tree")
-        found["tree" if nodes else "chain"] = {
-            key: run[key]
-            for key in ("mean_acceptance_length", "conditional_acceptance_per_position")
-        }
+    for draft, path in drafts(name, out).items():
+        decoded = json.loads(path.read_text()) if path.exists() else {"results": []}
+        for run in decoded.get("results", [decoded]):
+            shape = "tree" if run["settings"].get("tree") else "chain"
+            found["fixed tree" if draft.startswith("eagle1-tree") else shape] = {
+                key: run[key]
+                for key in ("mean_acceptance_length", "conditional_acceptance_per_position")
+            }
     return found
 
 
@@ -145,8 +156,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown: acceptance given the position before, and mean acceptance lengths."""
     lines = [
         "| head | answer tokens | seen | minutes | held-out: positions 1 to 5 | length "
-        "| decoded, chain of 5: positions 1 to 5 | length | tree of 32: length |",
-        "|---" * 9 + "|",
+        "| decoded, chain of 5: positions 1 to 5 | length | tree of 32: length | fixed tree of 25 |",
+        "|---" * 10 + "|",
     ]
     for r in rows:
         cells = [r["name"], f"{r['answer_tokens']:,}", f"{r['tokens_seen']:,}", f"{r['minutes']}"]
@@ -156,7 +167,8 @@ def table(rows: list[dict[str, Any]]) -> str:
                 continue
             rates = part["conditional_acceptance_per_position"][:5]
             cells += [", ".join(f"{x:.2f}" for x in rates), f"{part['mean_acceptance_length']:.2f}"]
-        cells.append(f"{r['tree']['mean_acceptance_length']:.2f}" if "tree" in r else "")
+        for shape in ("tree", "fixed tree"):
+            cells.append(f"{r[shape]['mean_acceptance_length']:.2f}" if shape in r else "")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

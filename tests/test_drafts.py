@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from fake import FakeTarget, FakeTokenizer, Prunable, make_row
-from speculant.drafts import DRAFTS, NEEDS, load_draft
+from speculant.drafts import DRAFTS, NEEDS, find_draft, load_draft
 
 
 def test_load_draft_builds_each() -> None:
@@ -44,3 +46,13 @@ def test_load_draft_refuses() -> None:
     assert load_draft("vanilla", target, model=bigger).info.name == "vanilla"
     with pytest.raises(ValueError, match="num_draft_tokens is 0"):
         load_draft("vanilla", target, model=bigger, num_draft_tokens=0)
+
+
+def test_a_draft_with_another_ones_head() -> None:
+    """NAME=FOLDER; a name alone keeps its meaning, and drafts without a head have no folder."""
+    assert find_draft("eagle2=heads/mine") == ("eagle2", {"head": Path("heads/mine")})
+    assert find_draft("eagle1-tree=a=b") == ("eagle1-tree", {"head": Path("a=b")})
+    assert find_draft("eagle2") == ("eagle2", {})
+    for name in ("ngram=heads/mine", "eagle2=", "=x", "nope=x"):
+        with pytest.raises(ValueError, match="unknown draft"):
+            find_draft(name)

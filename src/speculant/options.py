@@ -26,7 +26,8 @@ DraftName = Annotated[
     str,
     typer.Option(
         "--draft",
-        help="ngram, lookahead, vanilla, medusa, eagle1-3, none, or a head's folder.",
+        help="ngram, lookahead, vanilla, medusa, eagle1, eagle1-tree, eagle2, eagle3, none; a head's "
+        "folder, or NAME=FOLDER.",
     ),
 ]
 DraftModel = Annotated[

@@ -267,10 +267,14 @@ def draft_options(name: str) -> dict[str, object]:
 def find_draft(name: str) -> tuple[str, dict[str, object]]:
     """The entry of DRAFTS for its name or for a head's folder, and the option with that folder.
 
-    Raises ValueError for what is neither.
+    NAME=FOLDER is a draft with a head that others use as well: `eagle2=heads/eagle1`. Raises
+    ValueError for what is none of these.
     """
     if name in DRAFTS:
         return name, {}
+    entry, _, place = name.partition("=")
+    if place and entry in NEEDS:
+        return entry, {"head": Path(place)}
     folder = Path(name)
     if not (folder / "config.json").is_file():
         names = ", ".join(DRAFTS)
