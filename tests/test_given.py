@@ -7,7 +7,7 @@ that records every prompt it is given.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from speculant.train.data import Corpus, check_mask
 from speculant.train.given import SHARD, FileMaker
 from speculant.train.prompts import Message
 from speculant.train.responses import Answer, Recipe, Sample, shard_path, write_shard
-from talking import in_rounds
+from talking import Answers, in_rounds
 from test_train_data import Characters, Script
 
 TALK: list[Message] = [
@@ -33,12 +33,27 @@ TALK: list[Message] = [
 ]
 
 
+@dataclass(frozen=True)
+class Made:
+    """A maker whose talks a script answers."""
+
+    maker: FileMaker
+    answer: Answers
+
+    @property
+    def num_shards(self) -> int:
+        return self.maker.num_shards
+
+    def make(self, index: int) -> list[Sample]:
+        return in_rounds(self.maker.make(index), self.answer)
+
+
 def maker(
     conversations: Sequence[list[Message]], given: bool, tokenizer: Any = None, **recipe: Any
-) -> tuple[FileMaker, Script]:
+) -> tuple[Made, Script]:
     script = Script()
     tokenizer = tokenizer or Characters()
-    return FileMaker(tokenizer, conversations, in_rounds(script), Recipe(**recipe), given), script
+    return Made(FileMaker(tokenizer, conversations, Recipe(**recipe), given), script), script
 
 
 def texts(samples: Sequence[Sample]) -> list[tuple[str, str]]:
@@ -113,7 +128,7 @@ def test_states_come_with_the_answers() -> None:
     def generate(prompts: Any, params: Any) -> list[Answer]:
         return [Answer([65, 66], "AB", "stop", marks) for _ in prompts]
 
-    made = FileMaker(Characters(), [asking("One?")], in_rounds(generate), Recipe(), False)
+    made = Made(FileMaker(Characters(), [asking("One?")], Recipe(), False), generate)
     assert made.make(0)[0].states is marks
 
 
@@ -135,7 +150,7 @@ def test_a_talk_goes_on_only_behind_a_usable_answer(
         seen.extend(range(len(prompts)))
         return [answer for _ in prompts]
 
-    made = FileMaker(Characters(), [TALK], in_rounds(generate), Recipe(), False)
+    made = Made(FileMaker(Characters(), [TALK], Recipe(), False), generate)
     assert len(made.make(0)) == samples
     assert len(seen) == asked
 

@@ -41,13 +41,16 @@ from speculant.sampling import SamplingParams
 from speculant.target.base import Target
 from speculant.target.load import load_target
 from speculant.train.responses import (
+    Answer,
     Recipe,
     Sample,
+    Talk,
     read_shard,
     shard_path,
     states_path,
     write_shard,
 )
+from talking import InRounds, in_rounds
 from test_load import byte_tokenizer, tiny_llama
 from test_loop import Scripted, trainer
 
@@ -256,11 +259,12 @@ def test_nothing_usable_is_an_error(model: Path, tmp_path: Path) -> None:
     """Not an endless loop over shards without a sample."""
 
     class Nothing:
-        def make(self, index: int) -> list[Sample]:
+        def make(self, index: int) -> Talk[list[Sample]]:
+            yield []
             return []
 
     with pytest.raises(ValueError, match=r"shard-00000.*usable: pass --prompts"):
-        make_data(Nothing(), tmp_path, 100, None, lambda news: None)
+        make_data(Nothing(), InRounds(nobody), tmp_path, 100, None, lambda news: None)
 
 
 class Counting:
@@ -269,21 +273,55 @@ class Counting:
     def __init__(self) -> None:
         self.made: list[int] = []
 
-    def make(self, index: int) -> list[Sample]:
+    def make(self, index: int) -> Talk[list[Sample]]:
         self.made.append(index)
+        yield []
         return [Sample([1, 2], [3] * 10)]
 
 
+def nobody(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Answer]:
+    """Answers nothing, since nothing is asked."""
+    return [] if not prompts else pytest.fail("asked")
+
+
+class Ahead(InRounds):
+    """Opens the talks that it may before any returns, up to three."""
+
+    def __init__(self) -> None:
+        super().__init__(nobody)
+
+    def stream(self, more: Callable[[], Talk[Any] | None]) -> Any:
+        while talks := [talk for _ in range(3) if (talk := more()) is not None]:
+            for talk in talks:
+                yield in_rounds(talk, nobody)
+
+
 def test_data_until_there_is_enough(tmp_path: Path) -> None:
-    maker, news = Counting(), []
-    paths = make_data(maker, tmp_path, 35, None, news.append)
+    maker, news, talks = Counting(), [], InRounds(nobody)
+    paths = make_data(maker, talks, tmp_path, 35, None, news.append)
     assert maker.made == [0, 1, 2, 3]
     assert [n.answer_tokens for n in news] == [10, 20, 30, 40]
     assert (news[-1].shards, news[-1].samples, news[-1].longest) == (4, 4, 12)
     paths[2].unlink()
-    assert make_data(maker, tmp_path, 35, None, news.append) == paths
+    assert make_data(maker, talks, tmp_path, 35, None, news.append) == paths
     assert maker.made == [0, 1, 2, 3, 2]  # only the missing one again
-    assert len(make_data(Counting(), tmp_path / "late", 10**9, 0.0, news.append)) == 2
+    late = tmp_path / "late"
+    assert len(make_data(Counting(), talks, late, 10**9, 0.0, news.append)) == 2
+
+
+@pytest.mark.parametrize(("wanted", "shards"), [(35, 4), (40, 4), (41, 5), (5, 1), (10, 1)])
+def test_shards_that_overlap_are_no_more_than_needed(
+    wanted: int, shards: int, tmp_path: Path
+) -> None:
+    """The first alone, since nobody knows yet what a shard holds; one that exists counts."""
+    maker, news = Counting(), []
+    paths = make_data(maker, Ahead(), tmp_path, wanted, None, news.append)
+    assert (len(paths), maker.made) == (shards, list(range(shards)))
+    if shards > 3:
+        paths[2].unlink()
+        assert make_data(maker, Ahead(), tmp_path, wanted, None, news.append) == paths
+        assert maker.made == [*range(shards), 2]
+    assert news[-1].answer_tokens == 10 * shards
 
 
 def test_what_was_never_finished_is_made_again(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from speculant.pipeline.data import DataProgress, make_data
 from speculant.sampling import SamplingParams
 from speculant.train.data import Corpus, Item, find_shards
 from speculant.train.prompts import (
@@ -35,14 +37,13 @@ from speculant.train.responses import (
     Recipe,
     Sample,
     ShardMaker,
-    make_shards,
     read_shard,
     shard_path,
     states_path,
     write_shard,
     write_text,
 )
-from talking import in_rounds
+from talking import InRounds, in_rounds
 
 
 class Characters:
@@ -95,8 +96,19 @@ class Script:
         return out
 
 
-def maker(script: Script, **recipe: object) -> ShardMaker:
-    return ShardMaker(Characters(), in_rounds(script), Recipe(**recipe))  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class Made:
+    """A maker whose talks a script answers."""
+
+    maker: ShardMaker
+    script: Script
+
+    def make(self, index: int) -> list[Sample]:
+        return in_rounds(self.maker.make(index), self.script)
+
+
+def maker(script: Script, **recipe: object) -> Made:
+    return Made(ShardMaker(Characters(), Recipe(**recipe)), script)  # type: ignore[arg-type]
 
 
 def test_opening_is_the_template_up_to_the_users_text() -> None:
@@ -105,7 +117,7 @@ def test_opening_is_the_template_up_to_the_users_text() -> None:
     with pytest.raises(ValueError, match=r"no chat template.*--prompts"):
         opening(Characters(has_chat_template=False))
     with pytest.raises(ValueError, match=r"no chat template.*--prompts"):  # before anything runs
-        ShardMaker(Characters(has_chat_template=False), in_rounds(Script()), Recipe())
+        ShardMaker(Characters(has_chat_template=False), Recipe())
 
 
 @pytest.mark.real
@@ -204,7 +216,7 @@ def test_a_looping_answer_is_cut_with_its_states() -> None:
         return [Answer(ids, text, "length", s) for s in states]
 
     recipe = Recipe(conversations=12, documents=0.0, relays=0.0, turns=0.0)
-    samples = ShardMaker(Characters(), in_rounds(generate), recipe).make(0)
+    samples = in_rounds(ShardMaker(Characters(), recipe).make(0), generate)
     assert samples
     for sample in samples:
         assert 32 <= len(sample.answer) < 60
@@ -253,13 +265,19 @@ def test_no_sample_is_longer_than_asked() -> None:
 
 def test_shards_round_trip_and_resume(tmp_path: Path) -> None:
     script = Script()
-    made = list(make_shards(maker(script, conversations=10), tmp_path, 1500))
-    assert made[-1][2] >= 1500
-    assert len(made) > 1
-    asked = len(script.prompts)
-    shard_path(tmp_path, len(made) - 1).unlink()  # as if interrupted before the last was whole
-    again = list(make_shards(maker(script, conversations=10), tmp_path, 1500))
-    assert again == made
+    news: list[DataProgress] = []
+
+    def make() -> list[Path]:
+        made = maker(script, conversations=10)
+        return make_data(made.maker, InRounds(script), tmp_path, 1500, None, news.append)
+
+    paths = make()
+    assert news[-1].answer_tokens >= 1500
+    assert len(paths) > 1
+    asked, samples = len(script.prompts), [read_shard(path) for path in paths]
+    paths[-1].unlink()  # as if interrupted before the last was whole
+    assert make() == paths
+    assert [read_shard(path) for path in paths] == samples
     assert len(script.prompts) - asked < asked  # only the missing shard was made again
 
 

@@ -6,21 +6,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from ..drafts.none import NoDraft
-from ..drafts.record import RecordDraft
-from ..engine import Engine
-from ..request import Completion
 from ..target.base import Target
 from ..train.features import disk_bytes
 from ..train.given import FileMaker
 from ..train.prompts import Message, read_prompts
 from ..train.responses import (
-    Answer,
-    Generate,
     Recipe,
     Sample,
     ShardMaker,
@@ -42,8 +35,21 @@ MARGIN = 0.1  # share of the free disk that is left alone
 class Maker(Protocol):
     """Makes the samples of a shard."""
 
-    def make(self, index: int) -> list[Sample]:
+    def make(self, index: int) -> Talk[list[Sample]]:
         """The samples of shard `index`, the same every time."""
+        ...
+
+
+class Talks(Protocol):
+    """Runs talks: `pipeline.talks.EngineTalks`."""
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated so far."""
+        ...
+
+    def stream(self, more: Callable[[], Talk[T] | None]) -> Iterator[T]:
+        """What each talk that `more` gives returned, in order."""
         ...
 
 
@@ -56,6 +62,7 @@ class DataProgress:
     answer_tokens: int
     longest: int
     tokens_per_s: float  # of the shards made in this run; 0 before the first
+    generated_per_s: float  # requests, and what was thrown away, included
 
 
 def recipe_for(settings: TrainSettings, target: Target) -> Recipe:
@@ -98,14 +105,13 @@ def maker_for(
     settings: TrainSettings,
     target: Target,
     conversations: Sequence[list[Message]] | None,
-    generate: Generate,
     recipe: Recipe,
 ) -> Maker:
     """Requests the target writes itself, or those of a file."""
     if conversations is None:
-        return ShardMaker(target.tokenizer, generate, recipe)
+        return ShardMaker(target.tokenizer, recipe)
     given = settings.answers == "given"
-    return FileMaker(target.tokenizer, conversations, generate, recipe, given)
+    return FileMaker(target.tokenizer, conversations, recipe, given)
 
 
 def use_offline(settings: TrainSettings, target: Target, answer_tokens: int, where: Path) -> bool:
@@ -121,63 +127,9 @@ def use_offline(settings: TrainSettings, target: Target, answer_tokens: int, whe
     return settings.features == "offline" or (settings.features == "auto" and fits)
 
 
-class EngineGenerate:
-    """Runs talks on one engine, `rows` at once; with taps, the states of every answer are noted.
-
-    No speculation: at so many rows a forward is bound by arithmetic, and drafts would only add work.
-    A talk that goes on keeps its place, and one that ends gives it to the next: the batch is full
-    until no talk waits.
-    """
-
-    def __init__(
-        self, target: Target, taps: Sequence[int] | None, rows: int, capacity: int
-    ) -> None:
-        draft = NoDraft() if taps is None else RecordDraft(taps)
-        self.engine = Engine(target, draft, max_rows=rows, capacity=capacity)
-        self.rows = rows
-
-    def __call__(self, talks: Sequence[Talk[T]]) -> list[T]:
-        """What each talk returned, in order. Raises FloatingPointError when the logits broke."""
-        engine, results = self.engine, dict[int, T]()
-        running: dict[int, tuple[int, list[int], Completion]] = {}
-        fresh = iter(range(len(talks)))
-
-        def go_on(index: int, answer: Answer | None) -> None:
-            try:
-                ids, params = next(talks[index]) if answer is None else talks[index].send(answer)
-            except StopIteration as end:
-                results[index] = end.value
-            else:
-                running[engine.submit(ids, params)] = (
-                    index,
-                    ids,
-                    Completion(prompt_tokens=len(ids)),
-                )
-
-        try:
-            while True:
-                while len(running) < self.rows and (index := next(fresh, None)) is not None:
-                    go_on(index, None)
-                if not running:
-                    return [results[i] for i in range(len(talks))]
-                pieces = engine.step()
-                noted = engine.draft.take() if isinstance(engine.draft, RecordDraft) else {}
-                for piece in pieces:
-                    if piece.error:
-                        raise FloatingPointError(piece.error)
-                    index, ids, out = running[piece.request]
-                    out.add(piece)
-                    if piece.finish_reason:
-                        del running[piece.request]
-                        states = noted.get((*ids, *out.token_ids))
-                        go_on(index, Answer(out.token_ids, out.text, out.finish_reason, states))
-        finally:
-            for number in running:
-                engine.cancel(number)
-
-
 def make_data(
     maker: Maker,
+    talks: Talks,
     folder: Path,
     answer_tokens: int,
     deadline: float | None,
@@ -185,44 +137,84 @@ def make_data(
 ) -> list[Path]:
     """Make shards until there are enough answer tokens, or no time is left for another one.
 
+    talks:    runs them: while the last answers of a shard are written, the next one begins
     deadline: time.monotonic() at which to stop; two shards are made in any case, since one is
               held out. Shards that exist are kept: a run that stopped goes on.
     """
-    paths: list[Path] = []
-    total, samples, longest, made, began = 0, 0, 0, 0, time.monotonic()
-    for path, mine, fresh in _shards(maker, folder):
-        paths.append(path)
-        total += sum(len(s.answer) for s in mine)
-        made += sum(len(s.answer) for s in mine) if fresh else 0
-        samples += len(mine)
-        longest = max(longest, *(len(s.prompt) + len(s.answer) for s in mine))
-        spent = time.monotonic() - began
-        report(DataProgress(len(paths), samples, total, longest, made / spent if made else 0.0))
-        per_shard = spent / len(paths)
-        late = deadline is not None and time.monotonic() + per_shard > deadline
-        if total >= answer_tokens or (late and len(paths) >= 2):
-            break
-    return paths
+    making = _Making(maker, talks, folder, answer_tokens, deadline, report)
+    for samples in talks.stream(making.more):
+        making.keep(samples)
+    return making.paths
 
 
-def _shards(maker: Maker, folder: Path) -> Iterator[tuple[Path, list[Sample], bool]]:
-    """Shards in order, read or made: (path, samples, whether it was made just now)."""
-    last = maker.num_shards if isinstance(maker, FileMaker) else None
-    for index in count():
-        if index == last:
-            return
-        path = shard_path(folder, index)
-        if path.exists():
-            yield path, read_shard(path), False
-            continue
-        samples = maker.make(index)
+class _Making:
+    """Which shards are there, which are being made, and whether another one is needed."""
+
+    def __init__(
+        self,
+        maker: Maker,
+        talks: Talks,
+        folder: Path,
+        answer_tokens: int,
+        deadline: float | None,
+        report: Callable[[DataProgress], None],
+    ) -> None:
+        self.maker, self.talks, self.folder, self.report = maker, talks, folder, report
+        self.wanted, self.deadline, self.began = answer_tokens, deadline, time.monotonic()
+        self.last = maker.num_shards if isinstance(maker, FileMaker) else None
+        self.index, self.open = 0, list[int]()  # the next shard; those being made, in order
+        self.there: dict[int, tuple[int, int, int]] = {}  # shard -> samples, answer tokens, longest
+        self.made = self.made_tokens = 0
+
+    @property
+    def paths(self) -> list[Path]:
+        """The shards that are there."""
+        return [shard_path(self.folder, index) for index in sorted(self.there)]
+
+    def more(self) -> Talk[list[Sample]] | None:
+        """The next shard that is missing, None while none is needed beyond those being made."""
+        while self.index != self.last and not self._enough():
+            index, self.index = self.index, self.index + 1
+            path = shard_path(self.folder, index)
+            if not path.exists():
+                self.open.append(index)
+                return self.maker.make(index)
+            self._count(index, read_shard(path))
+        return None
+
+    def keep(self, samples: list[Sample]) -> None:
+        """Write the oldest shard that was being made."""
+        index = self.open.pop(0)
+        path = shard_path(self.folder, index)
         if samples:
             write_shard(path, samples)
-            yield path, samples, True
-        elif last is None:
+            self.made += 1
+            self.made_tokens += sum(len(s.answer) for s in samples)
+            self._count(index, samples)
+        elif self.last is None:
             raise ValueError(
                 f"{path}: none of the target's own requests and answers was usable: pass --prompts"
             )
+
+    def _enough(self) -> bool:
+        """Whether what is there and being made suffices, taking the shards so far as typical."""
+        total = sum(tokens for _, tokens, _ in self.there.values())
+        if self.open and not self.there:
+            return True  # how much a shard holds is not known yet
+        expected = total + len(self.open) * (total / len(self.there) if self.there else 0)
+        if expected >= self.wanted:
+            return True
+        each = (time.monotonic() - self.began) / self.made if self.made else 0.0
+        late = self.deadline is not None and time.monotonic() + each > self.deadline
+        return late and len(self.there) + len(self.open) >= 2
+
+    def _count(self, index: int, samples: Sequence[Sample]) -> None:
+        longest = max(len(s.prompt) + len(s.answer) for s in samples)
+        self.there[index] = (len(samples), sum(len(s.answer) for s in samples), longest)
+        counts, tokens, lengths = zip(*self.there.values(), strict=True)
+        spent = max(1e-9, time.monotonic() - self.began)
+        speeds = (self.made_tokens / spent, self.talks.generated / spent)
+        self.report(DataProgress(len(counts), sum(counts), sum(tokens), max(lengths), *speeds))
 
 
 def forget_unfinished(folder: Path) -> None:

@@ -49,7 +49,7 @@ class Display:
     def _data(self, news: DataProgress, wanted: int) -> None:
         text = (
             f"{news.answer_tokens} answer tokens, {news.samples} samples, longest {news.longest}, "
-            f"{news.tokens_per_s:.0f} tokens/s"
+            f"{news.tokens_per_s:.0f} tokens/s ({news.generated_per_s:.0f} generated)"
         )
         total = wanted if wanted < ENDLESS else None
         self._show("data", news.answer_tokens, total, text, always=True)

@@ -26,7 +26,6 @@ from .curves import plot
 from .data import (
     POSITIONS,
     DataProgress,
-    EngineGenerate,
     conversations_of,
     forget_unfinished,
     make_data,
@@ -37,6 +36,7 @@ from .data import (
 )
 from .result import TrainResult, check_out, result_of, write_head
 from .settings import DATA_SHARE, TrainSettings
+from .talks import EngineTalks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -183,14 +183,14 @@ def gather(
     card = DataCard(fingerprint_of(target), taps, json.loads(json.dumps(made)))
     taps = open_folder(folder, card, target.info.name).taps
     forget_unfinished(folder)
-    generate = EngineGenerate(target, taps or None, settings.rows, recipe.longest + 8)
-    maker = maker_for(settings, target, conversations, generate, recipe)
+    talks = EngineTalks(target, taps or None, settings.rows, recipe.longest + 8)
+    maker = maker_for(settings, target, conversations, recipe)
     if deadline is None:
         size = disk_bytes(round(most * POSITIONS), target.info.hidden_size, len(taps) - 1)
         states = f"about {size / 1e9:.1f} GB with the target's states" if taps else "without states"
         answers = f"{most} answer tokens" if most else "the file's answers"
         watch.say(f"data: {answers} in {folder}, {states}")
-    return make_data(maker, folder, wanted, deadline, lambda news: watch.data(news, wanted))
+    return make_data(maker, talks, folder, wanted, deadline, lambda news: watch.data(news, wanted))
 
 
 def one_sample(settings: TrainSettings) -> tuple[Sample, Tokenizer]:
@@ -200,12 +200,11 @@ def one_sample(settings: TrainSettings) -> tuple[Sample, Tokenizer]:
         return read_shard(find_shards(settings.data)[0])[0], target.tokenizer
     recipe = recipe_for(settings, target)
     recipe = replace(recipe, conversations=2, documents=0.0, relays=0.0, max_tokens=96)
-    generate = EngineGenerate(target, None, 2, recipe.longest + 8)
+    talks = EngineTalks(target, None, 2, recipe.longest + 8)
     conversations = conversations_of(settings)
     if conversations and settings.answers == "target":
         conversations = conversations[:2]  # each costs an answer
-    maker = maker_for(settings, target, conversations, generate, recipe)
-    found = maker.make(0)
+    (found,) = talks.run([maker_for(settings, target, conversations, recipe).make(0)])
     if not found:
         raise ValueError("no usable sample came out: try another --seed")
     return found[0], target.tokenizer

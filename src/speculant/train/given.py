@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..sampling import SamplingParams
 from ..target.base import Tokenizer
 from .prompts import Message, looping
-from .responses import Generate, Recipe, Sample, Talk
+from .responses import Answer, Recipe, Sample, Talk
 
 SHARD = 128
 """Most conversations of a file in one shard."""
@@ -30,7 +30,6 @@ class FileMaker:
 
     tokenizer: Tokenizer
     conversations: Sequence[list[Message]]
-    generate: Generate
     recipe: Recipe
     given: bool
 
@@ -56,7 +55,7 @@ class FileMaker:
         """Shards that the file makes."""
         return -(-len(self.conversations) // self.shard_size)
 
-    def make(self, index: int) -> list[Sample]:
+    def make(self, index: int) -> Talk[list[Sample]]:
         """The samples of one shard; there may be none."""
         size = self.shard_size
         mine = self.conversations[index * size : (index + 1) * size]
@@ -64,7 +63,8 @@ class FileMaker:
             return [sample for messages in mine for sample in self._given(messages)]
         rngs = [random.Random(f"{self.recipe.seed}/{index}/{i}") for i in range(len(mine))]
         talks = [self._answered(c, rng) for c, rng in zip(mine, rngs, strict=True)]
-        return [sample for samples in self.generate(talks) for sample in samples]
+        made: list[list[Sample]] = yield talks
+        return [sample for samples in made for sample in samples]
 
     def _given(self, messages: Sequence[Message]) -> list[Sample]:
         """One sample a turn of the assistant, by the template's own tokens."""
@@ -103,7 +103,7 @@ class FileMaker:
             prompt = self._opened(spoken)
             if not SHORTEST <= len(prompt) < self.recipe.longest - 16:
                 continue
-            answer = yield prompt, self._params(rng)
+            answer: Answer = yield prompt, self._params(rng)
             usable = len(answer.token_ids) > 1 and not looping(answer.text)
             if usable and len(prompt) + len(answer.token_ids) <= self.recipe.longest:
                 samples.append(Sample(prompt, answer.token_ids, answer.states))

@@ -13,7 +13,7 @@ import random
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -51,25 +51,17 @@ class Answer:
 T = TypeVar("T")
 Ask = tuple[list[int], SamplingParams]
 """A prompt's token ids, and how to sample its answer."""
-Talk = Generator[Ask, Answer, T]
-"""Yields what it asks next, is sent the answer, and returns what came of it."""
-
-
-class Generate(Protocol):
-    """Runs talks side by side to their ends: the engine, handed in by the caller.
-
-    A talk's next question takes its place as soon as its last one is answered, so that the batch
-    stays full to the end: no turn waits for the slowest answer of the turn before.
-    """
-
-    def __call__(self, talks: Sequence[Talk[T]]) -> list[T]:
-        """What each talk returned, in order."""
-        ...
+Talk = Generator["Ask | list[Talk[Any]]", Any, T]
+"""What goes on step by step with the target: it yields what it asks next and is sent the answer, or
+yields talks that then go on side by side and is sent what they returned, in order. Who runs talks
+(`pipeline.talks`) gives every question its place as soon as there is one: no turn waits for the
+slowest answer of the turn before, and no shard for the end of the one before."""
 
 
 def single(ask: Ask) -> Talk[Answer]:
     """A talk of one question; its answer."""
-    return (yield ask)
+    answer: Answer = yield ask
+    return answer
 
 
 @dataclass(frozen=True)
@@ -124,15 +116,15 @@ class Sample:
 class ShardMaker:
     """Makes shards: synthesise requests, answer them, go on with further turns and documents."""
 
-    def __init__(self, tokenizer: Tokenizer, generate: Generate, recipe: Recipe) -> None:
+    def __init__(self, tokenizer: Tokenizer, recipe: Recipe) -> None:
         """Raises ValueError for a target without a chat template."""
-        self.tokenizer, self.generate, self.recipe = tokenizer, generate, recipe
+        self.tokenizer, self.recipe = tokenizer, recipe
         self.opening = opening(tokenizer)
 
-    def make(self, index: int) -> list[Sample]:
+    def make(self, index: int) -> Talk[list[Sample]]:
         """The samples of one shard."""
         rng = random.Random(f"{self.recipe.seed}/{index}")
-        requests = self._requests(rng)
+        requests = yield from self._requests(rng)
         documents = round(len(requests) * self.recipe.documents)
         relays = documents + round((len(requests) - documents) * self.recipe.relays)
         longs = relays + round((len(requests) - relays) * self.recipe.long)
@@ -142,14 +134,15 @@ class ShardMaker:
         talks += [self._documents(texts, _own(rng)) for texts in sets]
         talks += [self._relay(text, _own(rng)) for text in requests[documents:relays]]
         talks += [self._turns([_user(text)], _own(rng), 3) for text in requests[longs:]]
-        return [sample for samples in self.generate(talks) for sample in samples]
+        made: list[list[Sample]] = yield talks
+        return [sample for samples in made for sample in samples]
 
-    def _requests(self, rng: random.Random) -> list[str]:
+    def _requests(self, rng: random.Random) -> Talk[list[str]]:
         """Distinct, usable requests; one in three of what the target writes is thrown away."""
         wanted, unique = self.recipe.conversations, Unique()
         start = self.opening
         params = [_with(start.params, 0.9, rng) for _ in range(wanted + wanted // 2)]
-        answers = self.generate([single((list(start.ids), mine)) for mine in params])
+        answers: list[Answer] = yield [single((list(start.ids), mine)) for mine in params]
         texts = [a.text.strip() for a in answers if a.finish_reason == "stop"]
         return [text for text in texts if usable(text) and unique(text)][:wanted]
 
@@ -224,7 +217,7 @@ class ShardMaker:
         if room <= 16:
             return None
         base = SamplingParams(max_tokens=min(most, room), min_p=self.recipe.min_p)
-        answer = yield prompt, _with(base, rng.choice(self.recipe.temperatures), rng)
+        answer: Answer = yield prompt, _with(base, rng.choice(self.recipe.temperatures), rng)
         kept, whole = before_loop(answer.token_ids), len(answer.token_ids)
         short = kept < (2 if kept == whole else SHORTEST_CUT)
         if short or (kept == whole and looping(answer.text)):
@@ -304,23 +297,6 @@ def read_shard(path: Path) -> list[Sample]:
             f"{path}: lengths add up to {at} of {len(tokens)} tokens: delete the shard"
         )
     return samples
-
-
-def make_shards(
-    maker: ShardMaker, folder: Path, answer_tokens: int
-) -> Iterator[tuple[int, list[Sample], int]]:
-    """Make missing shards until their answers hold `answer_tokens`: (index, samples, tokens so far)."""
-    total, index = 0, 0
-    while total < answer_tokens:
-        path = shard_path(folder, index)
-        if path.exists():
-            samples = read_shard(path)
-        else:
-            samples = maker.make(index)
-            write_shard(path, samples)
-        total += sum(len(s.answer) for s in samples)
-        yield index, samples, total
-        index += 1
 
 
 def _with(params: SamplingParams, temperature: float, rng: random.Random) -> SamplingParams:
