@@ -192,7 +192,6 @@ class EagleDraft:
         sampled = not all(row.params.greedy for row in rows)
         chains: list[list[int]] = [[] for _ in rows]
         drawn_from: list[tuple[list[int], Tensor]] = []  # a depth's rows b and probs [b, V]
-        targets = passes.target_ids.tolist()
         while live:
             mine, paths = [rows[b] for b in live], [[chains[b]] for b in live]
             logits = passes.logits(hidden[:, None], mine, paths.__getitem__)[:, 0]  # [b, Vd]
@@ -206,7 +205,7 @@ class EagleDraft:
             if sampled:
                 drawn_from.append((live, passes.widen(probs)))
             for b, draft_id in zip(live, picked, strict=True):
-                chains[b].append(targets[draft_id])
+                chains[b].append(passes.targets[draft_id])
             go_on = [i for i, b in enumerate(live) if len(chains[b]) < depths[b]]
             live, hidden = [live[i] for i in go_on], hidden[go_on]
             if live:

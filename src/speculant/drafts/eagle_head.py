@@ -33,6 +33,7 @@ class CachedHead:
         weight = next(head.parameters())
         self.dtype, self.device = weight.dtype, weight.device
         self.target_ids = head.target_ids
+        self.targets: list[int] = self.target_ids.tolist()  # 8192 of them take 0.1 ms a round
         self.reduced = len(self.target_ids) < target_vocab
         c = head.config
         steps = torch.arange(0, c.head_dim, 2, dtype=torch.float32, device=self.device)
