@@ -322,7 +322,8 @@ def test_rule_dtype_device_backend_and_threads_are_passed_on(
     options = ("--dtype", "bfloat16", "--device", "cpu:0", "--backend", "hf")
     as_json(PROMPT, *vanilla, *options)
     given = {"dtype": torch.bfloat16, "device": "cpu:0", "backend": "hf"}
-    assert models.loads == [("smollm2-135m-instruct", given), ("other", given)]
+    target = ("smollm2-135m-instruct", given | {"weights": "auto"})
+    assert models.loads == [target, ("other", given)]
 
 
 def test_generation_ends_where_the_context_does(models: Models) -> None:

@@ -110,7 +110,7 @@ def test_json_of_one_setting_is_flat(models: Models, questions: Path) -> None:
         assert out[name] == sum(task[name] for task in tasks)
     assert out["settings"] == {
         "target": "fake", "draft": "ngram", "questions": str(questions), "limit": None,
-        "dtype": "float32", "weights": None, "device": "cpu", "temperature": 0.0, "tree": None,
+        "dtype": "float32", "weights": "float32", "device": "cpu", "temperature": 0.0, "tree": None,
         "num_draft_tokens": 3, "max_tokens": 8, "batch": 2, "rule": "block", "seed": 0,
     }  # fmt: skip
 
