@@ -90,6 +90,8 @@ class Decoder:
                 f"{self.draft.info.name} proposed {len(proposal.tokens)} rows of {len(rows)}"
             )
         proposal = proposal.to(self.target.info.device)
+        if not proposal.width:
+            return proposal
         tokens = proposal.tokens.masked_fill(~proposal.real, 0)
         vocab = self.target.info.vocab_size
         if bool(((tokens < 0) | (tokens >= vocab)).any()):

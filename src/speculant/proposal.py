@@ -125,6 +125,8 @@ class Proposal:
         """A ragged batch of chosen trees: one (tokens, parents) pair a row."""
         n = max((len(tokens) for tokens, _ in rows), default=0)
         ids = torch.zeros(len(rows), n, dtype=torch.int64)
+        if not n:
+            return Proposal(ids, ids, window=window)
         # padding goes on like a chain, so that ragged chains stay chains (`tree.is_chain`)
         parents = torch.arange(-1, n - 1).repeat(len(rows), 1)
         for b, (tokens, above) in enumerate(rows):

@@ -287,7 +287,8 @@ def broken_rows(logits: Tensor, positions: Tensor, real: Tensor) -> dict[int, st
     a position is NaN or +inf iff one of its logits is, and -inf iff all of them are.
     """
     fine = logits.amax(dim=-1).isfinite()  # shape: [B, 1 + n]
-    fine[:, 1:] |= ~real.to(fine.device)
+    if real.shape[1]:
+        fine[:, 1:] |= ~real.to(fine.device)
     if bool(fine.all()):
         return {}
     out: dict[int, str] = {}

@@ -127,6 +127,8 @@ def forward_layout(proposal: Proposal) -> tuple[Tensor, Tensor, Tensor | None]:
     and the mask [B, T, T] bool with T = 1 + n + w, or None when it is causal.
     """
     parents, window = proposal.parents, proposal.window
+    if window is None and not proposal.width:
+        return proposal.tokens, parents.new_zeros(len(parents), 1), None
     if window is None and is_chain(parents):
         offsets = torch.arange(proposal.width + 1, device=parents.device)
         return proposal.tokens, offsets.expand(len(parents), -1), None

@@ -26,6 +26,9 @@ def verify_chosen(proposal: Proposal, target_tokens: Tensor) -> Verdict:
     """
     tokens, above = proposal.tokens, proposal.parents + 1  # shape: [B, n]
     rows, n = tokens.shape
+    if n == 0:  # plain decoding, every round: as few operators as it takes
+        whole = torch.ones(rows, dtype=torch.bool, device=tokens.device)
+        return _verdict([], target_tokens[:, 0], whole, rows, tokens.device)
     node = torch.zeros(rows, 1, dtype=torch.int64, device=tokens.device)
     steps: list[Tensor] = []
     while True:
@@ -33,7 +36,7 @@ def verify_chosen(proposal: Proposal, target_tokens: Tensor) -> Verdict:
         children = (above == node) & proposal.real
         match = children & (tokens == wanted)
         found = match.any(dim=1)
-        if n == 0 or not bool(found.any()):
+        if not bool(found.any()):
             break
         step = match.to(torch.int8).argmax(dim=1)
         steps.append(torch.where(found, step, -1))
