@@ -15,6 +15,7 @@ import pytest
 from fake import FakeTarget
 from scripted import Scripted
 from serving import MODEL, TALK, VOCAB, Running, ask, plain, serving, tiny_target, usual_drafts
+from speculant import pace
 from speculant.control import Adaptive, ByLoad, Costs, Fixed, Track
 from speculant.drafts import load_draft
 from speculant.engine import Engine, generate
@@ -51,7 +52,8 @@ def test_it_is_off_unless_asked_for_and_then_visible() -> None:
         assert told["none"]["round_ms"] is None
         for name, depths in (("ngram", "012"), ("vanilla", "0123")):
             tables = told[name]["round_ms"]
-            assert list(tables) == ["1", "2", "3"]
+            assert list(tables) == ["1", "2", "3"][: len(tables)]
+            assert tables
             assert all(list(table) == list(depths) for table in tables.values())
             assert all(ms > 0 for table in tables.values() for ms in table.values())
         figures = [
@@ -168,16 +170,20 @@ def test_what_pays_alone_need_not_pay_in_a_batch() -> None:
         assert [c.message.content for c in out.choices] == [one.text for one in alone]
 
 
-def test_batch_sizes() -> None:
+def test_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [list(sizes(n)) for n in (1, 2, 3, 8, 9)] == [
         [1], [1, 2], [1, 2, 3], [1, 2, 4, 8], [1, 2, 4, 8, 9],
     ]  # fmt: skip
     target = FakeTarget(3)
     small = FakeTarget(4)
-    chain = by_load(target, load_draft("vanilla", target, model=small), 2, 2)
-    assert (list(chain.tables), chain.samples) == ([1, 2], True)
-    assert chain.tables[2].depths == (0, 1, 2)
+    chain = by_load(target, load_draft("vanilla", target, model=small), 2, 1)
+    assert (list(chain.tables), chain.samples) == ([1], True)
+    assert chain.tables[1].depths == (0, 1, 2)
     assert not by_load(target, load_draft("ngram", target), 2, 1).samples
+    # from four rows on a drafted token costs as much as it can ever bring: no more is measured
+    dear = {1: 0.1, 2: 1.0, 4: 20.0}
+    monkeypatch.setattr(pace, "measure_costs", lambda t, d, n, size: costs(dear[size]))
+    assert list(by_load(target, load_draft("ngram", target), None, 64).tables) == [1, 2, 4]
     with pytest.raises(ValueError, match="one row"):
         ByLoad({2: costs(1.0)}, samples=False)
 

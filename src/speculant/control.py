@@ -164,7 +164,7 @@ class Adaptive:
             return min(room, best)
         track.quiet += 1
         track.wait = track.wait or FIRST_WAIT
-        if track.quiet > track.wait and self._promising:
+        if track.quiet > track.wait and self.promising:
             track.quiet, track.wait = 0, min(LAST_WAIT, 2 * track.wait)
             track.trial = TRIAL_ROUNDS - 1
             return min(room, self._trial_depth())
@@ -175,7 +175,8 @@ class Adaptive:
         return self.costs.depths[speeds.index(max(speeds))]
 
     @cached_property
-    def _promising(self) -> bool:
+    def promising(self) -> bool:
+        """Whether a draft that is accepted with probability HOPE a position would pay."""
         speeds = self._speeds([HOPE] * self.costs.depths[-1])
         return max(speeds) >= WORTH * speeds[0]
 

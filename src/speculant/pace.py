@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .control import ByLoad, Costs
+from .control import Adaptive, ByLoad, Costs
 from .drafts.base import Draft
 from .engine import Engine
 from .sampling import SamplingParams
@@ -56,11 +56,14 @@ def measure_costs(
 def by_load(target: Target, draft: Draft, num_draft_tokens: int | None, max_rows: int) -> ByLoad:
     """Measure a draft's costs at 1, 2, 4, ... and `max_rows` rows. Takes seconds for a small model.
 
-    num_draft_tokens: deepest; None: the draft's own
+    num_draft_tokens: deepest; None: the draft's own. Where even a very good draft does not pay,
+    larger batches are not measured: it pays there even less.
     """
-    tables = {
-        size: measure_costs(target, draft, num_draft_tokens, size) for size in sizes(max_rows)
-    }
+    tables: dict[int, Costs] = {}
+    for size in sizes(max_rows):
+        tables[size] = measure_costs(target, draft, num_draft_tokens, size)
+        if not Adaptive(tables[size]).promising:
+            break
     model = bool(draft.info.taps) or draft.info.name == "vanilla"
     return ByLoad(tables, model and draft.info.max_nodes == draft.info.depth)
 
