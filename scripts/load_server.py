@@ -93,6 +93,7 @@ def compare(
     import torch
 
     from speculant.drafts import load_draft
+    from speculant.drafts.base import Draft
     from speculant.engine import Engine
     from speculant.sampling import SamplingParams
     from speculant.serve.grammar import Grammars
@@ -100,9 +101,9 @@ def compare(
 
     if options.threads:
         torch.set_num_threads(options.threads)
-    loaded = load_target(target)
+    loaded = load_target(target, weights="auto")  # as the server
     form = Grammars(loaded).compile(None)
-    differ = 0
+    differ, drafts = 0, dict[str, Draft]()
     some = answers if len(answers) <= most else random.Random(0).sample(answers, most)
     for asked in some:
         wanted = asked["extra_body"]["speculation"]
@@ -111,7 +112,9 @@ def compare(
         params = SamplingParams(
             max_tokens=asked["max_tokens"], temperature=asked["temperature"], seed=asked["seed"]
         )
-        engine = Engine(loaded, load_draft(name, loaded), capacity=options.context)
+        if name not in drafts:
+            drafts[name] = load_draft(name, loaded)
+        engine = Engine(loaded, drafts[name], capacity=options.context)
         constraint = form.copy() if "response_format" in asked else None
         engine.submit(
             loaded.tokenizer.chat(asked["messages"]), params, num_draft_tokens=depth,
