@@ -476,7 +476,7 @@ def test_a_ggufs_blocks_are_used_as_they_are(whole_gguf: Path, tmp_path: Path, c
 def test_weights_that_cannot_be(whole_gguf: Path, tmp_path: Path, cache: Path) -> None:
     with pytest.raises(LoadError, match="Q4_1 or Q8_0"):
         load_target(whole_gguf, weights="file")
-    with pytest.raises(UnknownModelError, match="must be one of"):
+    with pytest.raises(UnknownModelError, match="must be auto or one of"):
         load_target(whole_gguf, weights="int3")
     with pytest.raises(LoadError, match="fast decoder"):
         load_target(whole_gguf, weights="int8", backend="hf")

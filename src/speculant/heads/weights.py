@@ -150,6 +150,8 @@ def _make(folder: Path, kind: str, data: Mapping[str, Any]) -> Head:
 
 
 def _no_config(path: Path, error: Exception) -> HeadError:
+    if isinstance(error, FileNotFoundError):
+        return HeadError(f"{path.parent}: not the folder of a head: it has no {path.name}")
     return HeadError(f"{path}: no head's config ({type(error).__name__}: {error})")
 
 

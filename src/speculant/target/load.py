@@ -74,7 +74,7 @@ def load_target(
     Raises LoadError, one line for the user, when it cannot.
     """
     if weights not in ("", "auto", *WEIGHTS):
-        raise UnknownModelError(f"weights {weights!r}: must be one of {', '.join(WEIGHTS)}")
+        raise UnknownModelError(f"weights {weights!r}: must be auto or one of {', '.join(WEIGHTS)}")
     if backend not in ("auto", "hf", "llama"):
         raise UnknownModelError(f"backend {backend!r}: must be auto, hf or llama")
     folder, name = resolve(source)
