@@ -538,9 +538,9 @@ def test_adaptive_depth_is_a_contender(target: FakeTarget, monkeypatch: pytest.M
 
     def costs(*args: Any) -> Any:
         measured.append(args)
-        return pace.by_load(*args)
+        return pace.adapt(*args)
 
-    monkeypatch.setattr(contenders, "by_load", costs)
+    monkeypatch.setattr(contenders, "adapt", costs)
     monkeypatch.setitem(DRAFTS, "eagle3", ("for tests", lambda target: half_right(target)))
     asked, _ = ask(target, [Question(1, "a", ("hello",)), Question(2, "a", ("world",))], 9)
     mine = ours(target, "float32", "eagle3@auto", (0.0, 1.0), (1, 2), 9)

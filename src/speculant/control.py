@@ -16,7 +16,6 @@ from typing import Protocol
 
 from .cost.formulas import expected_tokens
 from .cost.latency import interpolate
-from .sampling import SamplingParams
 
 
 @dataclass
@@ -68,10 +67,19 @@ HOPE, WORTH = 0.9, 1.2
 """A trial must promise something: at conditional acceptance HOPE, WORTH times plain decoding."""
 
 
+class Asked(Protocol):
+    """What a control may know of how a row was asked for: `SamplingParams`."""
+
+    @property
+    def greedy(self) -> bool:
+        """At temperature 0."""
+        ...
+
+
 class Control(Protocol):
     """Decides the depth of a round."""
 
-    def enter(self, rows: Sequence[SamplingParams]) -> None:
+    def enter(self, rows: Sequence[Asked]) -> None:
         """The next round has these rows: what they were asked with, in any order."""
         ...
 
@@ -90,7 +98,7 @@ class Fixed:
         if self.num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens is {self.num_draft_tokens}: it must be at least 0")
 
-    def enter(self, rows: Sequence[SamplingParams]) -> None:
+    def enter(self, rows: Sequence[Asked]) -> None:
         """Whatever the rows, the depth is the same."""
 
     def budget(self, remaining: int, track: Track | None = None) -> int:
@@ -149,7 +157,7 @@ class Adaptive:
         if not 0 <= self.prior <= 1:
             raise ValueError(f"prior is {self.prior}: it is a share")
 
-    def enter(self, rows: Sequence[SamplingParams]) -> None:
+    def enter(self, rows: Sequence[Asked]) -> None:
         """The costs are those of one batch size, whatever comes."""
 
     def budget(self, remaining: int, track: Track) -> int:
@@ -214,7 +222,7 @@ class ByLoad:
         self._choices = {rows: Adaptive(costs) for rows, costs in tables.items()}
         self._now = self._choices[1]
 
-    def enter(self, rows: Sequence[SamplingParams]) -> None:
+    def enter(self, rows: Sequence[Asked]) -> None:
         """The next round has these rows. The batch size that was measured nearest to theirs counts."""
         own = self.samples and not all(params.greedy for params in rows)
         count = 1 if own else min(self._choices, key=lambda size: abs(size - len(rows)))
@@ -223,3 +231,35 @@ class ByLoad:
     def budget(self, remaining: int, track: Track) -> int:
         """See `Control`."""
         return self._now.budget(remaining, track)
+
+
+class ByPart:
+    """A `Control` of a draft in parts (`drafts.hybrid`), and the `Depths` that the draft asks: each
+    part by its own costs and by what it has shown itself.
+
+    depth: the deepest that any part goes; parts: the control of each
+    """
+
+    def __init__(self, depth: int, parts: Sequence[Control]) -> None:
+        self.whole, self.parts = Fixed(depth), tuple(parts)
+
+    def enter(self, rows: Sequence[Asked]) -> None:
+        """See `Control`."""
+        for part in self.parts:
+            part.enter(rows)
+
+    def budget(self, remaining: int, track: Track) -> int:
+        """As deep as any part may go; the draft asks for the part that it takes."""
+        return self.whole.budget(remaining)
+
+    def begin(self) -> tuple[Track, ...]:
+        """See `drafts.base.Depths`."""
+        return tuple(Track() for _ in self.parts)
+
+    def ask(self, record: Sequence[Track], part: int, most: int) -> int:
+        """See `drafts.base.Depths`."""
+        return min(most, self.parts[part].budget(most + 1, record[part]))
+
+    def tell(self, record: Sequence[Track], part: int, depth: int, accepted: int) -> None:
+        """See `drafts.base.Depths`."""
+        record[part].observe(depth, accepted)

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from .bench.prompts import PROMPTS as BENCH
-from .control import Adaptive
 from .drafts import load_draft
 from .drafts.base import Draft
 from .engine import generate
-from .pace import measure_costs
+from .pace import adapt
 from .request import Completion
 from .sampling import SamplingParams
 from .target.base import Target
@@ -50,7 +49,7 @@ def compare(target: Target, draft: Draft, max_tokens: int = 160, runs: int = 3) 
 
     deep: dict[str, Any] = {}
     if draft.info.depth:
-        deep["control"] = Adaptive(measure_costs(target, draft))
+        deep["control"] = adapt(target, draft)
 
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     none = load_draft("none", target)

@@ -27,7 +27,7 @@ DraftName = Annotated[
     typer.Option(
         "--draft",
         help="ngram, lookahead, vanilla, medusa, eagle1, eagle1-tree, eagle2, eagle3, none; a head's "
-        "folder, or NAME=FOLDER.",
+        "folder, or NAME=FOLDER; ngram+ before one copies where the text repeats itself.",
     ),
 ]
 DraftModel = Annotated[
@@ -206,10 +206,9 @@ def load_pair(
 
 def adaptive_control(target: Target, draft: Draft, num_draft_tokens: int | None) -> dict[str, Any]:
     """The engine's option `control` for --adaptive."""
-    from .control import Adaptive
-    from .pace import measure_costs
+    from .pace import adapt
 
-    return {"control": Adaptive(measure_costs(target, draft, num_draft_tokens))}
+    return {"control": adapt(target, draft, num_draft_tokens)}
 
 
 def set_threads(threads: int | None) -> None:

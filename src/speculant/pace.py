@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .control import Adaptive, ByLoad, Costs
-from .drafts.base import Draft
+from .control import Adaptive, ByLoad, ByPart, Control, Costs
+from .drafts.base import Draft, InParts
 from .engine import Engine
 from .sampling import SamplingParams
 from .target.base import Target
@@ -64,8 +64,23 @@ def by_load(target: Target, draft: Draft, num_draft_tokens: int | None, max_rows
         tables[size] = measure_costs(target, draft, num_draft_tokens, size)
         if not Adaptive(tables[size]).promising:
             break
-    model = bool(draft.info.taps) or draft.info.name == "vanilla"
-    return ByLoad(tables, model and draft.info.max_nodes == draft.info.depth)
+    return ByLoad(tables, draft.info.samples)
+
+
+def adapt(
+    target: Target, draft: Draft, num_draft_tokens: int | None = None, max_rows: int = 1
+) -> Control:
+    """A control that drafts as deep as pays, for up to `max_rows` rows: see `by_load`.
+
+    Of a draft in parts each goes by its own costs. The draft is told, and so are its copies.
+    """
+    if not isinstance(draft, InParts):
+        return by_load(target, draft, num_draft_tokens, max_rows)
+    most = draft.info.depth if num_draft_tokens is None else num_draft_tokens
+    parts = [by_load(target, p, min(most, p.info.depth), max_rows) for p in draft.parts]
+    control = ByPart(most, parts)
+    draft.depths[:] = [control]
+    return control
 
 
 def sizes(most: int) -> Iterator[int]:

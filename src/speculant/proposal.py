@@ -137,6 +137,14 @@ class Proposal:
         return Proposal(ids, parents, lengths=lengths, window=window)
 
 
+def deepest(parents: Sequence[int]) -> int:
+    """Depth of the deepest node of a tree, 1 below the root; 0 where there is none."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 + (depths[parent] if parent >= 0 else 0))
+    return max(depths, default=0)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What verification decided, per row.

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .proposal import deepest
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -33,10 +35,7 @@ class Drafted:
     @property
     def depth(self) -> int:
         """The deepest node, 1 below the root; 0 of an empty proposal."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 + (depths[parent] if parent >= 0 else 0))
-        return max(depths, default=0)
+        return deepest(self.parents)
 
 
 @dataclass(frozen=True)

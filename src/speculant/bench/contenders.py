@@ -15,7 +15,7 @@ from ..drafts import load_draft
 from ..drafts.base import Draft
 from ..engine import Engine
 from ..metrics import Counters
-from ..pace import by_load
+from ..pace import adapt
 from ..sampling import SamplingParams
 from ..target.base import Target
 from .asked import Asked
@@ -153,7 +153,7 @@ def make_draft(target: Target, spec: str, batch: int = 1) -> tuple[Draft, dict[s
     name, nodes, depth = parse_contender(spec)
     draft = load_draft(name, target, **({"tree": nodes} if nodes else {}))
     if depth == "auto":
-        return draft, {"control": by_load(target, draft, None, batch)}
+        return draft, {"control": adapt(target, draft, None, batch)}
     if depth and int(depth) > draft.info.depth:
         draft = load_draft(name, target, num_draft_tokens=int(depth))
     return draft, ({"num_draft_tokens": int(depth)} if depth else {})

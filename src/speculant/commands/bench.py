@@ -45,7 +45,7 @@ def bench(
             help="By commas: names or folders of heads; NAME:NODES a tree, NAME@N so deep, NAME@auto "
             "as deep as pays.",
         ),
-    ] = "ngram,lookahead,eagle3@2,eagle3@auto",
+    ] = "ngram,lookahead,eagle3@2,eagle3@auto,ngram+eagle3@auto",
     temperatures: Annotated[
         str, typer.Option("--temperature", "-t", help="By commas; 0 is greedy.")
     ] = "0",

@@ -69,10 +69,10 @@ def serve_with_vllm(
 
 def exported(target: str, wish: Wish) -> str:
     """The draft as vLLM takes it: one of our heads is written in its format, into the cache."""
-    from ..drafts import DRAFTS
+    from ..drafts import COPYING, DRAFTS
     from ..heads.weights import head_kind, is_head
 
-    if wish.draft in ("lookahead", "eagle1-tree", "eagle2"):
+    if wish.draft in ("lookahead", "eagle1-tree", "eagle2") or wish.draft.startswith(COPYING):
         raise ValueError(f"--draft {wish.draft}: vLLM has no such method; try eagle1 or ngram")
     bundled = wish.draft in ("eagle3", "eagle1", "medusa")
     if not bundled and (wish.draft in DRAFTS or not is_head(Path(wish.draft))):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ..heads.medusa import MedusaHead
 
 
+COPYING = "ngram+"
+"""Before a draft's name: copy three tokens' continuation where there is one (`drafts.hybrid`)."""
 CHAIN_DEPTH = 5
 """Tokens an EAGLE chain drafts where nothing else is said: what training unrolls."""
 
@@ -260,18 +262,27 @@ NEEDS = {
 
 def draft_options(name: str) -> dict[str, object]:
     """Options of a draft and their defaults."""
-    parameters = list(inspect.signature(DRAFTS[name][1]).parameters.values())
+    builder = DRAFTS[name.removeprefix(COPYING)][1]
+    parameters = list(inspect.signature(builder).parameters.values())
     return {parameter.name: parameter.default for parameter in parameters[1:]}
 
 
 def find_draft(name: str) -> tuple[str, dict[str, object]]:
     """The entry of DRAFTS for its name or for a head's folder, and the option with that folder.
 
-    NAME=FOLDER is a draft with a head that others use as well: `eagle2=heads/eagle1`. Raises
-    ValueError for what is none of these.
+    ngram+NAME copies where the text repeats itself, and is NAME elsewhere. NAME=FOLDER is a draft
+    with a head that others use as well: `eagle2=heads/eagle1`. Raises ValueError for what is none of
+    these.
     """
     if name in DRAFTS:
         return name, {}
+    if name.startswith(COPYING):
+        entry, given = find_draft(name.removeprefix(COPYING))
+        if entry in ("none", "ngram", "lookahead"):
+            raise ValueError(
+                f"draft {name!r}: {COPYING} goes with vanilla, Medusa and EAGLE drafts"
+            )
+        return COPYING + entry, given
     entry, _, place = name.partition("=")
     if place and entry in NEEDS:
         return entry, {"head": Path(place)}
@@ -297,4 +308,9 @@ def load_draft(name: str, target: Target, **options: object) -> Draft:
     if unknown:
         takes = f"its options are {', '.join(known)}" if known else "it has none"
         raise ValueError(f"draft {name!r} has no option {', '.join(unknown)}: {takes}")
-    return DRAFTS[name][1](target, **options)
+    made = DRAFTS[name.removeprefix(COPYING)][1](target, **options)
+    if not name.startswith(COPYING):
+        return made
+    from .hybrid import HybridDraft
+
+    return HybridDraft(_ngram(target, min_ngram=3, max_ngram=5), made, target.info.vocab_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -71,6 +71,29 @@ class DraftInfo:
         """The deepest a proposal goes: the largest `DraftRow.budget` that is of use."""
         return self.max_nodes if self.max_depth is None else self.max_depth
 
+    @property
+    def samples(self) -> bool:
+        """It draws chains from distributions of its own: with a temperature, a text depends on how
+        deep they go."""
+        model = bool(self.taps) or self.name == "vanilla"
+        return model and self.max_nodes == self.depth
+
+
+class Depths(Protocol):
+    """How deep each part of a draft in parts goes; see `control.ByPart`."""
+
+    def begin(self) -> Any:
+        """The record of a request that has shown nothing yet."""
+        ...
+
+    def ask(self, record: Any, part: int, most: int) -> int:
+        """How deep a part drafts next, at most `most`. Asked once a round, of one that could."""
+        ...
+
+    def tell(self, record: Any, part: int, depth: int, accepted: int) -> None:
+        """A part drafted `depth` deep, and `accepted` tokens of it were committed."""
+        ...
+
 
 class Draft(Protocol):
     """Whatever proposes tokens. A draft keeps per-slot state and rolls it back itself."""
@@ -110,3 +133,14 @@ class Draft(Protocol):
     def close(self, slot: int) -> None:
         """The slot's request is gone."""
         ...
+
+
+@runtime_checkable
+class InParts(Protocol):
+    """A draft made of others, one of which drafts a row in a round.
+
+    depths: one that says how deep each goes, or none yet; copies of the draft share the list
+    """
+
+    parts: tuple[Draft, Draft]
+    depths: list[Depths]

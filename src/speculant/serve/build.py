@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from ..drafts.base import Draft
 from ..engine import Engine
-from ..pace import by_load
+from ..pace import adapt
 from ..target.base import Target
 from .asked import Reader
 from .grammar import Grammars
@@ -56,7 +56,7 @@ def build_service(
         for lane, name in zip(engine.lanes, names, strict=True):
             if lane.draft.info.depth:
                 deepest = None if lane.index else num_draft_tokens
-                lane.control = by_load(target, drafts[name], deepest, max_rows)
+                lane.control = adapt(target, drafts[name], deepest, max_rows)
     metrics = ServeMetrics(settings.model_name)
     worker = Worker(engine, names, metrics, max_rows + settings.max_queue, clock)
     depths = {name: draft.info.depth for name, draft in drafts.items()}
