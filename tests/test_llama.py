@@ -129,6 +129,30 @@ def test_a_block_is_one_token_at_a_time_to_the_last_bit(
 
 
 @pytest.mark.skipif(library() is None, reason="the compiled library is not here")
+@pytest.mark.parametrize("variant", COMPILED)
+def test_a_prompt_is_the_same_however_it_is_cut(variant: str, tmp_path: Path) -> None:
+    """To the last bit, cache included: a conversation's earlier turns may still be in the cache, cut
+    elsewhere than a prompt that is read whole."""
+    saved(tmp_path, variant)
+    target = load(tmp_path)
+    tokens = torch.randint(0, 97, (1, 150), generator=torch.Generator().manual_seed(6))
+    found = []
+    for cuts in ([64, 128, 150], [1, 31, 95, 101, 150], [50, 100, 150]):
+        cache, start, logits = target.new_cache(1, 160), 0, None
+        for end in cuts:
+            rows = cache.rows([0], end - start)
+            where = torch.arange(start, end)[None]
+            logits, _ = target.forward(tokens[:, start:end], where, None, rows)
+            cache.advance(0, end - start)
+            start = end
+        assert logits is not None
+        found.append((logits[:, -1], cache.data[:, :, :, :, :150]))
+    for logits, data in found[1:]:
+        assert torch.equal(logits, found[0][0])
+        assert torch.equal(data, found[0][1])
+
+
+@pytest.mark.skipif(library() is None, reason="the compiled library is not here")
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("variant", [*COMPILED, "llama"])
 def test_padding_is_not_computed_and_changes_nothing(

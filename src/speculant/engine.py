@@ -16,9 +16,10 @@ from .request import Completion, Piece, Prompt, check_request, prompt_ids
 from .sampling import Random, SamplingParams
 from .target.base import Target
 
-PREFILL_CHUNK = 256
-"""Prompt tokens of one prefill forward: large enough to be compute-bound, small enough that
-running requests do not stall and no large mask or activation is built."""
+PREFILL_CHUNK, PREFILL_ROOM = 64, 256
+"""Prompt tokens of one prefill forward on a CPU, and of all between two rounds: large enough to be
+compute-bound, small enough that running requests do not stall, and that the kernel attends, whose
+results do not depend on the chunks (`attention.FEW`). Elsewhere a chunk takes all of the room."""
 
 
 class Engine:
@@ -212,12 +213,15 @@ class Engine:
 
     def prefill(self) -> None:
         """Prefill prompts, a chunk each in turn, up to about one chunk's worth of tokens."""
-        room = PREFILL_CHUNK
-        self._turn += 1
-        for request in sorted(self._running, key=lambda r: (r.turn, r.number)):
-            if request.pending and room > 0:
+        on_cpu = self.target.info.device.type == "cpu"
+        room, chunk = PREFILL_ROOM, PREFILL_CHUNK if on_cpu else PREFILL_ROOM
+        while waiting := [request for request in self._running if request.pending]:
+            self._turn += 1
+            for request in sorted(waiting, key=lambda r: (r.turn, r.number)):
+                if room <= 0:
+                    return
                 # chunk edges depend on the prompt alone, so that a row computes what it would alone
-                end = request.cached + min(request.pending, PREFILL_CHUNK)
+                end = request.cached + min(request.pending, chunk)
                 request.lane.decoder.prefill(request.running, request.cached, end)
                 room -= end - request.cached
                 request.cached, request.turn = end, self._turn
