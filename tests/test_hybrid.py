@@ -204,6 +204,12 @@ def test_adapting_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(o.metrics.num_draft_tokens for o in done) > 0
     assert sum(o.metrics.num_drafts for o in done) < sum(o.metrics.num_drafts for o in only)
     assert control.budget(3, Track()) == 2
+    # a sampled text depends on the depth of copies too, so that neither part's may follow the load
+    assert [part.samples for part in control.parts] == [True, True]  # type: ignore[attr-defined]
+    tree = hybrid(others()["tree"])
+    calm = pace.adapt(TARGET, tree, None, 2)
+    assert isinstance(calm, ByPart)
+    assert [part.samples for part in calm.parts] == [False, False]  # type: ignore[attr-defined]
 
 
 def test_names() -> None:

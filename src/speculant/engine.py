@@ -136,7 +136,7 @@ class Engine:
                 request.lane = new
 
     def step(self) -> list[Piece]:
-        """Admit, prefill about a chunk's worth of prompts, run one round; pieces in slot order."""
+        """Admit, prefill about PREFILL_ROOM tokens, run one round; pieces in slot order."""
         self.admit()
         self.prefill()
         return [piece for lane in self.lanes for piece in self.round(lane)]
@@ -212,7 +212,7 @@ class Engine:
         return {request.number: request.reused for request in admitted}
 
     def prefill(self) -> None:
-        """Prefill prompts, a chunk each in turn, up to about one chunk's worth of tokens."""
+        """Prefill prompts, a chunk each in turn, up to about PREFILL_ROOM tokens."""
         on_cpu = self.target.info.device.type == "cpu"
         room, chunk = PREFILL_ROOM, PREFILL_CHUNK if on_cpu else PREFILL_ROOM
         while waiting := [request for request in self._running if request.pending]:

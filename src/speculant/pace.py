@@ -78,6 +78,8 @@ def adapt(
         return by_load(target, draft, num_draft_tokens, max_rows)
     most = draft.info.depth if num_draft_tokens is None else num_draft_tokens
     parts = [by_load(target, p, min(most, p.info.depth), max_rows) for p in draft.parts]
+    for part in parts:  # beside a part that samples, a copied chain's depth tells in the text too
+        part.samples = any(p.info.samples for p in draft.parts)
     control = ByPart(most, parts)
     draft.depths[:] = [control]
     return control

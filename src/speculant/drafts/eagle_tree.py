@@ -166,7 +166,7 @@ FIXED = (
     (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 0, 2),
     (0, 0, 0, 0, 0), (0, 0, 0, 0, 1),
 )  # fmt: skip
-"""EAGLE-1's tree (Li et al. 2024a, figure 7; the authors' code draws the same one for every model): 25
+"""EAGLE-1's tree (Li et al. 2024a; the authors' code draws the same one for every model): 25
 nodes, each by its path of ranks, 0 the likeliest. Level by level, so that parents come first."""
 
 
