@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fake import FakeTarget
 from scripted import Scripted
 from speculant import pace
-from speculant.control import FIRST_WAIT, Adaptive, Costs, Fixed, Track
+from speculant.control import FIRST_WAIT, Adaptive, ByConfidence, Costs, Fixed, Track
 from speculant.drafts import load_draft
 from speculant.engine import generate, generate_many
 from speculant.pace import measure_costs
@@ -131,6 +131,97 @@ def test_a_tree_is_drafted_whole_or_not_at_all() -> None:
     assert simulate(Adaptive(table), 0.1, 2000)[1].count(6) < 100
 
 
+def tree_costs(draft_ms: float, times: Sequence[tuple[int, float]], most: int = 4) -> Costs:
+    return Costs(
+        depths=tuple(range(most + 1)),
+        rows=tuple(range(1, most + 2)),
+        forward_ms=tuple(times),
+        draft_ms=tuple(draft_ms * d for d in range(most + 1)),
+    )
+
+
+def grow(rng: random.Random, sure: float, most: int) -> list[float]:
+    """Confidences of a round's candidates, best first: a chain and what stands beside it."""
+    top = sure * rng.uniform(0.5, 1.0)
+    chain = [top**d for d in range(1, 5)]
+    beside = [(1 - top) * c * 0.4 for c in (1.0, *chain)]
+    return sorted(chain + beside, reverse=True)[:most]
+
+
+def tree_speed(
+    control: ByConfidence, sure: float, rounds: int, fixed: int | None = None
+) -> tuple[float, list[int]]:
+    """Tokens a millisecond of a draft whose confidences are the truth; fixed: always so many nodes."""
+    rng, track = random.Random(5), Track()
+    table, tokens, spent, drafted = control.costs, 0, 0.0, []
+    forward = dict(zip(range(1, 10), (0.0, *control._nodes_ms), strict=False))
+    base = table.forward_ms[0][1]
+    for _ in range(rounds):
+        budget = control.budget(10**6, track)
+        asked = bool(fixed) if fixed is not None else budget > 0
+        nodes, accepted = 0, 0
+        if asked:
+            found, prices = grow(rng, sure, 8), control.prices(track)
+            assert prices is not None
+            sums = [0.0]
+            for i, c in enumerate(found):
+                sums.append(sums[-1] + c - prices.rate * (forward[i + 2] - forward[i + 1]))
+            nodes = fixed if fixed is not None else sums.index(max(sums))
+            dice, reach = rng.random(), sum(found[:nodes])
+            accepted = int(reach) + (dice < reach % 1)
+            accepted = min(accepted, nodes)
+            if fixed is None:
+                track.observe(min(nodes, 4), min(accepted, 4), nodes)
+        tokens += 1 + accepted
+        spent += base + forward[1 + nodes] + (table.draft_ms[2] if asked else table.draft_ms[0])
+        drafted.append(nodes)
+    return tokens / spent, drafted
+
+
+@pytest.mark.parametrize("sure", [0.05, 0.3, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize("slope", [0.2, 1.0, 3.0])
+def test_trees_are_as_large_as_pays(sure: float, slope: float) -> None:
+    """Near the best fixed number of nodes in hindsight or above it, and never far below plain."""
+    times = [(1, 10.0), (2, 10.0), (4, 10 + slope), (9, 10 + 6 * slope)]
+    control = ByConfidence(tree_costs(0.8, times))
+    fixed = [tree_speed(control, sure, 3000, n)[0] for n in range(9)]
+    mine, _ = tree_speed(control, sure, 3000)
+    assert mine >= 0.95 * max(fixed)
+    assert mine >= 0.97 * fixed[0]
+
+
+def test_a_tree_that_does_not_pay_is_left_off() -> None:
+    control = ByConfidence(tree_costs(2.0, [(1, 10.0), (9, 26.0)]))
+    _, drafted = tree_speed(control, 0.05, 3000)
+    assert sum(map(bool, drafted[200:])) < 0.03 * 2800
+    hopeless = ByConfidence(tree_costs(90.0, [(1, 10.0), (9, 260.0)]))
+    assert not any(tree_speed(hopeless, 1.0, 500)[1])
+
+
+def test_prices_follow_what_is_measured() -> None:
+    """More nodes never cost less; the rate is the better one of plain decoding's and the draft's."""
+    control = ByConfidence(tree_costs(1.0, [(1, 10.0), (2, 12.0), (4, 11.0), (8, 15.0)], most=3))
+    prices = control.prices(Track())
+    assert prices is not None
+    assert prices.nodes_ms == pytest.approx((2.0, 2.0, 2.0, 2.0, 3.0, 4.0, 5.0))
+    assert prices.step_ms == pytest.approx(1.0)
+    track = Track()
+    for _ in range(200):
+        track.observe(3, 0, 7)
+    poor = control.prices(track)
+    assert poor is not None
+    assert poor.rate == pytest.approx(0.1)
+    assert control.budget(100, track) == 0
+    for _ in range(400):
+        track.observe(3, 3, 3)
+    rich = control.prices(track)
+    assert rich is not None
+    assert rich.rate == pytest.approx(4 / (11.5 + 3), rel=0.02)
+    assert control.budget(100, track) == 3
+    assert control.budget(3, track) == 2
+    assert Adaptive(TABLE).prices(track) is None
+
+
 def test_tracks_count_what_was_reached() -> None:
     track = Track()
     track.observe(3, 1)
@@ -219,6 +310,11 @@ def test_costs_are_measured_for_chains_and_trees() -> None:
     tree.info = replace(tree.info, max_depth=2)
     found = measure_costs(target, tree)
     assert (found.depths, found.rows) == ((0, 2), (1, 7))
+    tree.info = replace(tree.info, priced=True)
+    found = measure_costs(target, tree)
+    assert (found.depths, found.rows) == ((0, 1, 2), (1, 2, 3))
+    assert [rows for rows, _ in found.forward_ms] == [1, 2, 4, 7]
+    assert [rows for rows, _ in measure_costs(target, tree, batch=2).forward_ms] == [1, 4, 7]
     with pytest.raises(ValueError, match="nothing to adapt"):
         measure_costs(target, load_draft("none", target))
 

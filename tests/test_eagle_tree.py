@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,15 +21,17 @@ from typer.testing import CliRunner
 from fake import HIDDEN, FakeTarget, make_row
 from speculant.check import run_checks
 from speculant.cli import app
+from speculant.control import ByConfidence, Costs
 from speculant.decode import Decoder, Row
 from speculant.drafts import load_draft
-from speculant.drafts.base import DraftRow
+from speculant.drafts.base import DraftRow, Prices
 from speculant.drafts.eagle import EagleDraft
-from speculant.drafts.eagle_tree import FIXED, likeliest
+from speculant.drafts.eagle_tree import FIXED, Trust, likeliest
 from speculant.engine import Engine, generate, generate_many
 from speculant.heads.eagle1 import Eagle1Config, Eagle1Head
 from speculant.heads.weights import save_head
 from speculant.history import History
+from speculant.metrics import Counters
 from speculant.proposal import Proposal
 from speculant.sampling import Random, SamplingParams
 from speculant.text import TextStream
@@ -185,6 +187,114 @@ def test_every_tree_is_the_definitions(make: Any, branch: int, nodes: int, depth
     assert [o.token_ids for o in done] == [o.token_ids for o in plain]
     assert done[0].token_ids == TARGET.greedy(PROMPTS[0], 18)
     assert Spy.seen > 100
+
+
+class PricedSpy(EagleDraft):
+    """Checks every proposal of a row with prices against the best of all its candidates."""
+
+    seen: ClassVar[list[int]] = []
+
+    def propose(self, rows: Sequence[DraftRow]) -> Proposal:
+        trust = [self._slots[row.slot].trust.share for row in rows]
+        proposal = super().propose(rows)
+        for b, row in enumerate(rows):
+            depth, paths = min(row.budget, self.info.depth), paths_of(proposal, b)
+            if not depth or len(row.tokens) == 1:
+                continue
+            assert row.prices is not None
+            plain = PlainTree(self.passes.head, row.tokens)
+            best = plain.best(depth, self.branch, self.tree)
+            sure = {
+                path: math.prod(plain.probs(path[:i])[path[i]] for i in range(len(path)))
+                for path in best
+            }
+            order = sorted(
+                ((c, p) for p, c in sure.items()), key=lambda x: (-round(x[0], 5), len(x[1]))
+            )
+            gains, total = [0.0], 0.0
+            for (c, _), ms in zip(order, row.prices.nodes_ms, strict=False):
+                total += trust[b] * c
+                gains.append(total - row.prices.rate * ms)
+            count = gains.index(max(gains))
+            assert set(paths) == {path for _, path in order[:count]}
+            assert self._slots[row.slot].hoped == pytest.approx(
+                sum(c for c, _ in order[:count]), rel=1e-4
+            )
+            type(self).seen.append(count)
+        return proposal
+
+
+@pytest.mark.parametrize("make", [make_head, make_eagle1], ids=["eagle3", "eagle1"])
+def test_only_nodes_that_are_worth_it(make: Any) -> None:
+    """Of every tree the nodes that gain most at the price; with no price a pass, none is left out.
+    Greedy and sampled texts stay what they are without a draft."""
+    PricedSpy.seen = []
+    draft = PricedSpy(make(), TARGET.embed, VOCAB, 3, 8, 3)
+    params = [GREEDY, SamplingParams(max_tokens=15, seed=3, ignore_eos=True), GREEDY, GREEDY]
+    plain = generate_many(TARGET, load_draft("none", TARGET), PROMPTS, params)
+    for times in (
+        [(1, 10.0), (5, 11.0), (9, 19.0)],
+        [(1, 10.0), (9, 10.0)],
+        [(1, 10.0), (9, 26.0)],
+    ):
+        costs = Costs((0, 1, 2, 3), (1, 2, 3, 4), tuple(times), (0, 1, 1, 1))
+        control = ByConfidence(costs)
+        done = generate_many(TARGET, draft, PROMPTS, params, max_rows=3, control=control)
+        assert [o.token_ids for o in done] == [o.token_ids for o in plain]
+    assert len(set(PricedSpy.seen)) > 3
+    assert 8 in PricedSpy.seen
+
+
+def test_dear_nodes_and_dear_passes() -> None:
+    """At a high price nothing is drafted; where a pass is dear, the first level alone."""
+    sizes = {"num_draft_tokens": 4, "tree": 8, "branch": 3}
+    free = (0.0,) * 8
+    for prices, deepest_level, nodes in (
+        (Prices(1.0, free, 0.0), 4, 8),
+        (Prices(1.0, free, 5.0), 1, 3),
+        (Prices(1.0, tuple(2.0 * i for i in range(1, 9)), 0.0), 0, 0),
+        (Prices(1.0, free[:2], 0.0), 2, 2),
+    ):
+        draft, row = fresh(make_head(5), [4, 8, 2, 6], 4, **sizes)
+        row.prices = prices
+        proposal = draft.propose([row])
+        paths = paths_of(proposal, 0)
+        assert len(paths) == nodes
+        assert max(map(len, paths), default=0) <= deepest_level
+        assert draft.passes.cache.lengths[0] == 3
+
+
+def test_trust_is_what_was_accepted_of_what_was_promised() -> None:
+    trust = Trust()
+    assert trust.share == 1
+    trust.learn(0.0, 0)  # nothing was drafted
+    assert trust.share == 1
+    trust.learn(2.0, 0)
+    assert trust.share == pytest.approx(4 / 6)
+    for _ in range(2000):
+        trust.learn(2.0, 3)
+    fade = 1 / (1 - Trust.FADE)
+    assert trust.share == pytest.approx((4 + 3 * fade) / (4 + 2 * fade))
+
+
+def test_trust_is_learned_from_rounds() -> None:
+    """Summed over a whole request, against what the engine counts; a new request begins anew."""
+    draft = EagleDraft(make_head(4), TARGET.embed, VOCAB, 3, 8, 3)
+    engine = Engine(TARGET, draft, max_rows=1, capacity=64)
+    counters = Counters()
+    number = engine.submit(PROMPTS[0], GREEDY, counters)
+    while engine.busy:
+        engine.step()
+        if engine.slots():
+            mine: Any = engine.draft
+            trust = mine._slots[0].trust
+    assert number == 0
+    assert trust.promised > 0
+    assert trust.accepted <= counters.num_accepted_tokens
+    assert (trust.accepted > 0) == (counters.num_accepted_tokens > 0)
+    engine.submit(PROMPTS[1], GREEDY)
+    engine.admit()
+    assert mine._slots[0].trust.share == 1
 
 
 class FixedSpy(EagleDraft):

@@ -145,7 +145,11 @@ class Says:
         assert record == "record"
         return min(most, self.depths[part])
 
-    def tell(self, record: Any, part: int, depth: int, accepted: int) -> None:
+    def worth(self, record: Any, part: int) -> None:
+        assert (record, part) == ("record", OTHER)
+
+    def tell(self, record: Any, part: int, depth: int, accepted: int, nodes: int) -> None:
+        assert nodes == depth  # chains
         self.told.append((part, depth, accepted))
 
 
@@ -210,6 +214,27 @@ def test_adapting_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
     calm = pace.adapt(TARGET, tree, None, 2)
     assert isinstance(calm, ByPart)
     assert [part.samples for part in calm.parts] == [False, False]  # type: ignore[attr-defined]
+
+
+def test_a_tree_behind_copies_has_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dear nodes: copies go on and the tree is left off; cheap ones: it drafts. The text stays."""
+    drafted = {}
+    for row_ms in (0.01, 40.0):
+        table = Costs((0, 1, 2, 3), (1, 2, 3, 4), ((1, 10.0), (7, 10 + 6 * row_ms)), (0, 1, 2, 3))
+        copies = Costs((0, 1, 2), (1, 2, 3), ((1, 10.0),), (0.0, 0.0, 0.0))
+        monkeypatch.setattr(
+            pace, "measure_costs",
+            lambda target, draft, n, size, table=table, copies=copies: (
+                copies if draft.info.name == "ngram" else table
+            ),
+        )  # fmt: skip
+        draft = hybrid(others()["tree"])
+        control = pace.adapt(TARGET, draft, None, 2)
+        params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+        done = generate_many(TARGET, draft, PROMPTS, params, control=control)
+        assert [out.token_ids for out in done] == [TARGET.greedy(p, 60) for p in PROMPTS]
+        drafted[row_ms] = sum(o.metrics.num_draft_tokens for o in done)
+    assert 0 < drafted[40.0] < drafted[0.01]
 
 
 def test_names() -> None:

@@ -5,6 +5,7 @@ costs against what it will commit, from the acceptance that the request has show
 nothing is one of the choices. Its costs are measured once and then stay, and a decision reads the
 request's own history alone, so that a request's output depends on nothing else in the batch.
 `ByLoad` does so by the costs of as many rows as a round has: what pays alone may cost in a batch.
+`ByConfidence` is for trees that a draft chooses node by node: it says what a node must be worth.
 """
 
 from __future__ import annotations
@@ -16,32 +17,45 @@ from typing import Protocol
 
 from .cost.formulas import expected_tokens
 from .cost.latency import interpolate
+from .drafts.base import Prices
 
 
 @dataclass
 class Track:
     """What one request has shown: rounds that reached a depth, and those that accepted it.
 
-    Both fade by half every HALF_LIFE rounds, since a text changes. quiet: rounds since it last
-    drafted; wait: so many until it is tried again; trial: rounds of a trial that are left
+    Both fade by half every HALF_LIFE rounds, since a text changes, and so do the sums over rounds in
+    which the draft was asked: how many, tokens accepted, nodes and levels drafted. quiet: rounds since
+    it last drafted; wait: so many until it is tried again; trial: rounds of a trial that are left
     """
 
     reached: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
+    rounds: float = 0.0
+    gained: float = 0.0
+    nodes: float = 0.0
+    levels: float = 0.0
     quiet: int = 0
     wait: int = 0
     trial: int = 0
 
-    def observe(self, depth: int, accepted: int) -> None:
-        """A round drafted `depth` deep and `accepted` tokens of it were committed."""
+    def observe(self, depth: int, accepted: int, nodes: int | None = None) -> None:
+        """A draft that was asked drafted `depth` deep, and `accepted` tokens of it were committed.
+
+        nodes: how many it drafted in all; None: a chain of that depth
+        """
         if not 0 <= accepted <= depth:
             raise ValueError(f"{accepted} accepted of {depth} drafted")
+        fade = 0.5 ** (1 / HALF_LIFE)
+        self.rounds = fade * self.rounds + 1
+        self.gained = fade * self.gained + accepted
+        self.nodes = fade * self.nodes + (depth if nodes is None else nodes)
+        self.levels = fade * self.levels + depth
         if depth == 0:
             return
         missing = depth - len(self.reached)
         self.reached += [0.0] * missing
         self.accepted += [0.0] * missing
-        fade = 0.5 ** (1 / HALF_LIFE)
         for i in range(len(self.reached)):
             self.reached[i] = fade * self.reached[i] + (i <= accepted and i < depth)
             self.accepted[i] = fade * self.accepted[i] + (i < accepted)
@@ -63,6 +77,8 @@ class Track:
 HALF_LIFE = 32.0
 PRIOR_ROUNDS = 4.0
 FIRST_WAIT, LAST_WAIT, TRIAL_ROUNDS = 16, 256, 3
+GUESS = (1.0, 4.0, 2.0)
+"""A tree that has shown nothing yet: tokens accepted, nodes and levels drafted, PRIOR_ROUNDS times."""
 HOPE, WORTH = 0.9, 1.2
 """A trial must promise something: at conditional acceptance HOPE, WORTH times plain decoding."""
 
@@ -87,6 +103,10 @@ class Control(Protocol):
         """Depth to draft when `remaining` tokens may still be committed."""
         ...
 
+    def prices(self, track: Track) -> Prices | None:
+        """What a node must be worth, for a draft that asks for it; None: nothing."""
+        ...
+
 
 @dataclass(frozen=True)
 class Fixed:
@@ -107,6 +127,10 @@ class Fixed:
         A round commits one token more than it accepts, hence the one that is kept back.
         """
         return max(0, min(self.num_draft_tokens, remaining - 1))
+
+    def prices(self, track: Track | None = None) -> Prices | None:
+        """Every node is drafted."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -178,6 +202,10 @@ class Adaptive:
             return min(room, self._trial_depth())
         return 0
 
+    def prices(self, track: Track) -> Prices | None:
+        """The depth is all that is chosen."""
+        return None
+
     def _best(self, track: Track) -> int:
         speeds = self._speeds(track.rates(self.costs.depths[-1], self.prior))
         return self.costs.depths[speeds.index(max(speeds))]
@@ -204,22 +232,81 @@ class Adaptive:
         return next((d for d in self.costs.depths if d), 0)
 
 
+@dataclass(frozen=True)
+class ByConfidence(Adaptive):
+    """For a tree whose nodes the draft chooses by its confidence (`DraftInfo.priced`).
+
+    This control says whether to draft, by what rounds have committed and cost so far, and at which
+    price: a node is worth verifying, and a further pass of the draft worth running, where it adds more
+    tokens than the same time commits otherwise. costs: `rows` and `draft_ms` are those of chains.
+    """
+
+    def prices(self, track: Track) -> Prices | None:
+        """See `Control`."""
+        return Prices(max(self._plain, self._rate(track)), self._nodes_ms, self._step_ms)
+
+    def _best(self, track: Track) -> int:
+        return self.costs.depths[-1] if self._rate(track) > self._plain else 0
+
+    def _trial_depth(self) -> int:
+        """As deep as it likes: the prices keep it from what does not pay."""
+        return self.costs.depths[-1]
+
+    def _rate(self, track: Track) -> float:
+        """Tokens a millisecond of rounds like those that were drafted."""
+        seen = (track.gained, track.nodes, track.levels)
+        total = PRIOR_ROUNDS + track.rounds
+        gained, nodes, levels = (
+            (PRIOR_ROUNDS * guess + value) / total for guess, value in zip(GUESS, seen, strict=True)
+        )
+        forward = interpolate(self.costs.forward_ms, 1 + nodes)
+        passes = tuple(zip(self.costs.depths, self.costs.draft_ms, strict=True))
+        return (1 + gained) / (forward + interpolate(passes, max(1.0, levels)))
+
+    @cached_property
+    def _plain(self) -> float:
+        """Tokens a millisecond of plain decoding, beside a draft that is kept up to date."""
+        return 1 / self.costs.round_ms()[0]
+
+    @cached_property
+    def _nodes_ms(self) -> tuple[float, ...]:
+        """See `Prices`. More nodes never cost less, whatever a measurement says."""
+        start = interpolate(self.costs.forward_ms, self.costs.rows[0])
+        out, most = [], 0.0
+        for rows in range(self.costs.rows[0] + 1, max(k for k, _ in self.costs.forward_ms) + 1):
+            most = max(most, interpolate(self.costs.forward_ms, rows) - start)
+            out.append(most)
+        return tuple(out)
+
+    @cached_property
+    def _step_ms(self) -> float:
+        """Of one more pass of the draft."""
+        first, last = (
+            self.costs.draft_ms[min(1, len(self.costs.depths) - 1)],
+            self.costs.draft_ms[-1],
+        )
+        return max(0.0, last - first) / max(1, self.costs.depths[-1] - 1)
+
+
 class ByLoad:
-    """`Adaptive`, by the costs of the batch at hand.
+    """An adaptive control, by the costs of the batch at hand.
 
     tables:  rows at once -> costs of such rounds; 1 among them
     samples: the draft samples chains, so that a sampled row's text depends on its depths
+    kind:    what chooses by each table
 
     A round with a sampled row of such a draft goes by the costs of one row, whatever its size: what a
     request says must not depend on what runs beside it (design, law 10). No other text depends on
     the depth.
     """
 
-    def __init__(self, tables: Mapping[int, Costs], samples: bool) -> None:
+    def __init__(
+        self, tables: Mapping[int, Costs], samples: bool, kind: type[Adaptive] = Adaptive
+    ) -> None:
         if 1 not in tables:
             raise ValueError("there must be costs of one row")
         self.tables, self.samples = tables, samples
-        self._choices = {rows: Adaptive(costs) for rows, costs in tables.items()}
+        self._choices = {rows: kind(costs) for rows, costs in tables.items()}
         self._now = self._choices[1]
 
     def enter(self, rows: Sequence[Asked]) -> None:
@@ -231,6 +318,10 @@ class ByLoad:
     def budget(self, remaining: int, track: Track) -> int:
         """See `Control`."""
         return self._now.budget(remaining, track)
+
+    def prices(self, track: Track) -> Prices | None:
+        """See `Control`."""
+        return self._now.prices(track)
 
 
 class ByPart:
@@ -252,6 +343,10 @@ class ByPart:
         """As deep as any part may go; the draft asks for the part that it takes."""
         return self.whole.budget(remaining)
 
+    def prices(self, track: Track) -> Prices | None:
+        """The draft asks for those of the part that it takes."""
+        return None
+
     def begin(self) -> tuple[Track, ...]:
         """See `drafts.base.Depths`."""
         return tuple(Track() for _ in self.parts)
@@ -260,6 +355,12 @@ class ByPart:
         """See `drafts.base.Depths`."""
         return min(most, self.parts[part].budget(most + 1, record[part]))
 
-    def tell(self, record: Sequence[Track], part: int, depth: int, accepted: int) -> None:
+    def worth(self, record: Sequence[Track], part: int) -> Prices | None:
         """See `drafts.base.Depths`."""
-        record[part].observe(depth, accepted)
+        return self.parts[part].prices(record[part])
+
+    def tell(
+        self, record: Sequence[Track], part: int, depth: int, accepted: int, nodes: int
+    ) -> None:
+        """See `drafts.base.Depths`."""
+        record[part].observe(depth, accepted, nodes)

@@ -151,14 +151,16 @@ class Engine:
         for request, row in zip(ready, rows, strict=True):
             depth = lane.control.budget(row.text.remaining, request.track)
             row.budget = depth if request.most is None else min(depth, request.most)
+            row.prices = lane.control.prices(request.track)
         pieces = []
         for request, row, step in zip(ready, rows, lane.decoder.round(rows), strict=True):
             error = step.error or (request.constraint and request.constraint.error)
             if error:
                 pieces.append(Piece(request.number, "", [], [], None, "error", error))
             else:
-                if step.drafted is not None:
-                    request.track.observe(step.drafted.depth, len(step.drafted.path))
+                if step.drafted is not None and step.drafted.budget:
+                    drafted = step.drafted
+                    request.track.observe(drafted.depth, len(drafted.path), len(drafted.tokens))
                 parts = (step.tokens, step.origins, step.logprobs, row.text.finish_reason)
                 text = row.text.release()
                 pieces.append(Piece(request.number, text, *parts, drafted=step.drafted))

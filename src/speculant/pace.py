@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .control import Adaptive, ByLoad, ByPart, Control, Costs
+from .control import Adaptive, ByConfidence, ByLoad, ByPart, Control, Costs
 from .drafts.base import Draft, InParts
 from .engine import Engine
 from .sampling import SamplingParams
@@ -29,18 +29,24 @@ def measure_costs(
 ) -> Costs:
     """Time rounds of `batch` rows at the depths that a draft can draft: the target's forward and it.
 
-    num_draft_tokens: deepest; None: the draft's own. A chain may go 0 to that deep, a tree is drafted
-    whole or not at all. Takes some forty forwards; at batch sizes above 1, where a forward's time
-    grows evenly with its rows, only the shallowest, a middle and the deepest are timed.
+    num_draft_tokens: deepest; None: the draft's own. A chain may go 0 to that deep, and so may a tree
+    that chooses its nodes by their worth, whose `rows` are a chain's; other trees are drafted whole or
+    not at all. Takes some forty forwards; at batch sizes above 1, where a forward's time grows evenly
+    with its rows, only the shallowest, a middle and the deepest are timed.
     """
     most = draft.info.depth if num_draft_tokens is None else num_draft_tokens
     if most < 1:
         raise ValueError(f"draft {draft.info.name} drafts nothing: there is nothing to adapt")
-    tree = draft.info.max_nodes > draft.info.depth
+    priced, largest = draft.info.priced, 1 + draft.info.max_nodes
+    tree = draft.info.max_nodes > draft.info.depth and not priced
     depths = (0, most) if tree else tuple(range(most + 1))
     window = draft.info.max_window
     rows = tuple(1 + window + (draft.info.max_nodes if tree and d else d) for d in depths)
-    timed = {1, *rows} if batch == 1 else {rows[0], rows[len(rows) // 2], rows[-1]}
+    if priced:
+        timed = {largest, *(1 << i for i in range(largest.bit_length()))}
+        timed = timed if batch == 1 else {1, (1 + largest) // 2, largest}
+    else:
+        timed = {1, *rows} if batch == 1 else {rows[0], rows[len(rows) // 2], rows[-1]}
     forward = forward_times(target, sorted(timed), batch=batch)
     nothing = _draft_ms(target, draft, 0, batch)
     deep = (most,) if tree or most == 1 else (1, most)
@@ -64,7 +70,8 @@ def by_load(target: Target, draft: Draft, num_draft_tokens: int | None, max_rows
         tables[size] = measure_costs(target, draft, num_draft_tokens, size)
         if not Adaptive(tables[size]).promising:
             break
-    return ByLoad(tables, draft.info.samples)
+    kind = ByConfidence if draft.info.priced else Adaptive
+    return ByLoad(tables, draft.info.samples, kind)
 
 
 def adapt(

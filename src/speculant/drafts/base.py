@@ -13,6 +13,20 @@ from ..proposal import Proposal
 from ..sampling import Random, SamplingParams
 
 
+@dataclass(frozen=True)
+class Prices:
+    """What drafting more costs, for a draft that chooses its nodes by how sure it is of them.
+
+    rate:     tokens a millisecond that the time would commit otherwise
+    nodes_ms: milliseconds that the target takes longer to verify 1, 2, ... nodes than none
+    step_ms:  of one more pass of the draft
+    """
+
+    rate: float
+    nodes_ms: tuple[float, ...]
+    step_ms: float
+
+
 @dataclass
 class DraftRow:
     """What a draft may know of one running request.
@@ -20,6 +34,7 @@ class DraftRow:
     tokens: prompt and committed output; the last one is the root, not yet in any cache
     budget: the deepest this round's proposal may go; 0 means: draft nothing for this row
     history: what penalties depend on, for a draft that samples through the same transform
+    prices: what a node must be worth, for drafts whose `DraftInfo.priced` says so; None: nothing
     """
 
     slot: int
@@ -28,6 +43,7 @@ class DraftRow:
     random: Random
     history: History
     budget: int = 0
+    prices: Prices | None = None
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,7 @@ class DraftInfo:
 
     max_nodes: most nodes of a row's proposal, for which the engine reserves cache
     max_depth: the deepest of them; None is a chain's, as deep as it has nodes
+    priced: it chooses nodes by their confidence, and leaves out what is not worth `DraftRow.prices`
     """
 
     name: str
@@ -61,6 +78,7 @@ class DraftInfo:
     max_window: int = 0
     options: dict[str, object] = field(default_factory=dict)
     max_depth: int | None = None
+    priced: bool = False
 
     def __post_init__(self) -> None:
         if self.max_depth is not None and not 0 <= self.max_depth <= self.max_nodes:
@@ -76,7 +94,7 @@ class DraftInfo:
         """It draws chains from distributions of its own: with a temperature, a text depends on how
         deep they go."""
         model = bool(self.taps) or self.name == "vanilla"
-        return model and self.max_nodes == self.depth
+        return model and self.max_nodes == self.depth and not self.priced
 
 
 class Depths(Protocol):
@@ -90,8 +108,12 @@ class Depths(Protocol):
         """How deep a part drafts next, at most `most`. Asked once a round, of one that could."""
         ...
 
-    def tell(self, record: Any, part: int, depth: int, accepted: int) -> None:
-        """A part drafted `depth` deep, and `accepted` tokens of it were committed."""
+    def worth(self, record: Any, part: int) -> Prices | None:
+        """What a node of a part must be worth; None: nothing. Asked after `ask`."""
+        ...
+
+    def tell(self, record: Any, part: int, depth: int, accepted: int, nodes: int) -> None:
+        """A part that was asked drafted `nodes`, `depth` deep, and `accepted` were committed."""
         ...
 
 

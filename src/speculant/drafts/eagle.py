@@ -25,7 +25,7 @@ from ..proposal import Proposal
 from ..sampling import to_probs_rows
 from .base import DraftInfo, DraftRow, Feedback
 from .eagle_head import CachedHead
-from .eagle_tree import FIXED, grow_trees, plant_fixed
+from .eagle_tree import FIXED, Trust, grow_trees, plant_fixed
 from .sample import argmax_tokens, chain_proposal, draw_tokens, sound_rows
 
 MOST_PENDING = 512
@@ -42,6 +42,8 @@ class _Slot:
     features: list[Tensor] = field(default_factory=list)  # fused, not yet run: [m, H] in parts
     tokens: list[int] = field(default_factory=list)  # the tokens paired with them
     off: bool = False  # drafts no more: beyond the head's context, or its state holds NaN
+    hoped: float = 0.0  # tokens of the last tree that its confidence promised
+    trust: Trust = field(default_factory=Trust)
 
 
 class EagleDraft:
@@ -85,7 +87,10 @@ class EagleDraft:
             deepest = len(FIXED[-1]) if fixed else tree
             nodes, depth = tree, min(num_draft_tokens, deepest)
             options["branch"] = branch
-        self.info = DraftInfo(name, head.config.taps, nodes, options=options, max_depth=depth)
+        self.info = DraftInfo(
+            name, head.config.taps, nodes, options=options, max_depth=depth,
+            priced=bool(tree) and not fixed,
+        )  # fmt: skip
 
     def start(self, rows: int, capacity: int) -> None:
         """Reserve the head's cache: behind a row's length lie what is drafted, or a ragged batch's
@@ -153,9 +158,13 @@ class EagleDraft:
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in rows]
         if live:
             parts = (self.passes, [rows[b] for b in live], [depths[b] for b in live], hidden)
-            grown = (
-                plant_fixed(*parts) if self.fixed else grow_trees(*parts, self.branch, self.tree)
-            )
+            if self.fixed:
+                grown = plant_fixed(*parts)
+            else:
+                trust = [self._slots[rows[b].slot].trust.share for b in live]
+                grown, hoped = grow_trees(*parts, self.branch, self.tree, trust)
+                for b, promised in zip(live, hoped, strict=True):
+                    self._slots[rows[b].slot].hoped = promised
             for b, tree in zip(live, grown, strict=True):
                 trees[b] = tree
         return Proposal.trees(trees)
@@ -169,6 +178,8 @@ class EagleDraft:
         taught: list[tuple[_Slot, Sequence[int]]] = []
         for b, row in enumerate(rows):
             committed, slot = feedback.committed[b], self._slots[row.slot]
+            slot.trust.learn(slot.hoped, len(feedback.paths[b]))
+            slot.hoped = 0.0
             slot.off |= len(row.tokens) > self.limit
             if committed and not slot.off:
                 path = [0, *(node + 1 for node in feedback.paths[b])][: len(committed)]

@@ -14,23 +14,56 @@ With k = 2, tokens named by their paths, depth 3 (* expanded, numbers are confid
 
 The expanded nodes' keys and values lie uncommitted behind the row's length, k a depth, while the
 round lasts; each node sees the committed pairs, its ancestors and itself.
+
+A row with `DraftRow.prices` keeps only nodes that are worth verifying, and goes a level deeper only
+where that is worth a pass. Confidence is close to the probability of being accepted, and what it lacks
+is learned from the request (`Trust`). A choice like that never biases the output: it depends on the
+tokens so far, and nothing is drawn.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ..proposal import ROOT
 from ..tree import best_nodes, node_paths
-from .base import DraftRow
+from .base import DraftRow, Prices
 from .eagle_head import CachedHead, Paths
 
 Tree = tuple[list[int], list[int]]
 """Target ids of the nodes and the parent of each."""
+CHILDREN = 0.6
+"""Of a node that would be accepted, how often one of its children is too: what a pass may find."""
+
+
+@dataclass
+class Trust:
+    """How many tokens are accepted for one that a head's confidence promises, in one request.
+
+    Both fade by half every 32 rounds, and begin as if FIRST tokens had been promised and accepted.
+    """
+
+    promised: float = 0.0
+    accepted: float = 0.0
+
+    FIRST: ClassVar[float] = 4.0
+    FADE: ClassVar[float] = 0.5 ** (1 / 32)
+
+    def learn(self, promised: float, accepted: int) -> None:
+        """A tree whose nodes' confidences sum up to `promised`; nothing where it had none."""
+        if promised:
+            self.promised = self.FADE * self.promised + promised
+            self.accepted = self.FADE * self.accepted + accepted
+
+    @property
+    def share(self) -> float:
+        """Accepted over promised."""
+        return (self.FIRST + self.accepted) / (self.FIRST + self.promised)
 
 
 @dataclass(frozen=True)
@@ -49,9 +82,8 @@ class _Frontier:
     hidden: Tensor
     mask: Tensor
 
-    def select(self, depths: Tensor, depth: int) -> _Frontier:
-        """The rows that go as deep as `depth` and have a node to expand."""
-        keep = (depths[self.members] >= depth) & (self.scores > -torch.inf).any(dim=1)
+    def select(self, keep: Tensor) -> _Frontier:
+        """The rows that stay, keep: [r] bool."""
         if bool(keep.all()):
             return self
         parts = (self.members, self.nodes, self.scores, self.hidden, self.mask)
@@ -66,9 +98,15 @@ class _Growth:
     """
 
     def __init__(
-        self, passes: CachedHead, rows: Sequence[DraftRow], depths: Sequence[int], branch: int
+        self,
+        passes: CachedHead,
+        rows: Sequence[DraftRow],
+        depths: Sequence[int],
+        branch: int,
+        trust: Sequence[float],
     ) -> None:
-        self.passes, self.rows = passes, rows
+        self.passes, self.rows, self.trust = passes, rows, trust
+        self.priced = [(b, row.prices) for b, row in enumerate(rows) if row.prices]
         self.depths = torch.tensor(depths, device=passes.device)
         self.k = min(branch, len(passes.target_ids))
         total, device = self.k + (max(depths) - 1) * self.k**2, passes.device
@@ -125,12 +163,46 @@ class _Growth:
         paths = node_paths(self.parents[b].tolist(), tokens)
         return [paths[node + 1] for node in frontier.nodes[i].tolist()]
 
-    def best(self, count: int) -> list[Tree]:
-        """The tree of the `count` best candidates of every row."""
+    def going_on(self, frontier: _Frontier, depth: int) -> Tensor:
+        """Which rows go as deep as `depth`, [r] bool: they may, have a node to expand, and gain by it.
+
+        What a pass may find is taken to be CHILDREN of what its nodes promise.
+        """
+        keep = (self.depths[frontier.members] >= depth) & (frontier.scores > -torch.inf).any(dim=1)
+        if not self.priced:
+            return keep
+        sums = dict(
+            zip(frontier.members.tolist(), frontier.scores.exp().sum(1).tolist(), strict=True)
+        )
+        stop = [
+            b for b, prices in self.priced
+            if b in sums and CHILDREN * self.trust[b] * sums[b] <= prices.rate * prices.step_ms
+        ]  # fmt: skip
+        return keep & ~torch.isin(
+            frontier.members, torch.tensor(stop, dtype=torch.int64, device=keep.device)
+        )
+
+    def best(self, count: int) -> tuple[list[Tree], list[float]]:
+        """The tree of the `count` best candidates of every row, less what is not worth its price, and
+        how many tokens it promises."""
+        for b, prices in self.priced:
+            self._leave_out(b, prices, count)
         kept, parents, lengths = best_nodes(self.scores, self.parents, count)
         ids = self.passes.target_ids[self.tokens.gather(1, kept)]  # shape: [B, m]
         columns = zip(ids.tolist(), parents.tolist(), lengths.tolist(), strict=True)
-        return [(tokens[:n], above[:n]) for tokens, above, n in columns]
+        sure = self.scores.gather(1, kept).exp()
+        order = torch.arange(kept.shape[1], device=kept.device)
+        hoped = (sure * (order < lengths[:, None])).sum(dim=1).tolist()
+        return [(tokens[:n], above[:n]) for tokens, above, n in columns], hoped
+
+    def _leave_out(self, b: int, prices: Prices, count: int) -> None:
+        """Forbid a row's candidates behind the number, best first, that gains most."""
+        best = self.scores[b].sort(descending=True, stable=True)
+        most = min(count, len(best.values), len(prices.nodes_ms))
+        costs = torch.tensor(prices.nodes_ms[:most], device=best.values.device) * prices.rate
+        gains = self.trust[b] * best.values[:most].exp().cumsum(0) - costs
+        number = 1 + int(gains.argmax()) if most and float(gains.max()) > 0 else 0
+        self.scores[b, best.indices[number:]] = -torch.inf
 
 
 def grow_trees(
@@ -140,17 +212,20 @@ def grow_trees(
     outputs: Tensor,
     branch: int,
     count: int,
-) -> list[Tree]:
-    """A tree of at most `count` nodes and `depths[i]` levels behind the root of every row.
+    trust: Sequence[float],
+) -> tuple[list[Tree], list[float]]:
+    """A tree of at most `count` nodes and `depths[i]` levels behind the root of every row, and the
+    sum of its nodes' confidences.
 
     outputs: [b, H], the head's output that predicts each row's first drafted token
     branch:  k, nodes expanded a depth and tokens that each offers
+    trust:   a row's `Trust.share`, for rows with prices
     The cache is left as it was: lengths do not move, and no NaN stays behind them.
     """
-    growth = _Growth(passes, rows, depths, branch)
+    growth = _Growth(passes, rows, depths, branch, trust)
     frontier = growth.plant(outputs)
     for depth in range(2, max(depths) + 1):
-        frontier = frontier.select(growth.depths, depth)
+        frontier = frontier.select(growth.going_on(frontier, depth))
         if not len(frontier.members):
             break
         frontier = growth.expand(frontier, depth)

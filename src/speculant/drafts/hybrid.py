@@ -86,6 +86,8 @@ class HybridDraft:
         try:
             for row, chain, depth in zip(rows, copied, most, strict=True):
                 row.budget = 0 if chain else self._budget(OTHER, row, depth)
+                if row.budget and row.slot in self._records:
+                    row.prices = self.depths[0].worth(self._records[row.slot], OTHER)
             others = self.parts[OTHER].propose(rows)
         finally:
             for row, chain in zip(rows, copied, strict=True):
@@ -99,10 +101,10 @@ class HybridDraft:
         """Both learn what was committed; the part that drafted, how it fared."""
         counts, parents = feedback.proposal.num_nodes.tolist(), feedback.proposal.parents.tolist()
         for b, row in enumerate(rows):
-            if row.slot in self._records and counts[b]:
+            if row.slot in self._records and row.budget:
                 depth = deepest(parents[b][: counts[b]])
                 turn, accepted = self._turns[row.slot], min(depth, len(feedback.paths[b]))
-                self.depths[0].tell(self._records[row.slot], turn, depth, accepted)
+                self.depths[0].tell(self._records[row.slot], turn, depth, accepted, counts[b])
         for part in self.parts:
             part.update(rows, feedback)
 
