@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fake import FakeTarget
 from scripted import Scripted
 from speculant import pace
-from speculant.control import FIRST_WAIT, Adaptive, ByConfidence, Costs, Fixed, Track
+from speculant.control import FIRST_WAIT, Adaptive, ByConfidence, ByLoad, Costs, Fixed, Track
 from speculant.drafts import load_draft
 from speculant.engine import generate, generate_many
 from speculant.pace import measure_costs
@@ -220,6 +220,43 @@ def test_prices_follow_what_is_measured() -> None:
     assert control.budget(100, track) == 3
     assert control.budget(3, track) == 2
     assert Adaptive(TABLE).prices(track) is None
+
+
+def asked(*temperatures: float) -> list[SamplingParams]:
+    return [SamplingParams(temperature=t) for t in temperatures]
+
+
+@pytest.mark.parametrize("kind", [Adaptive, ByConfidence])
+def test_a_request_starts_from_what_others_have_shown(kind: type[Adaptive]) -> None:
+    """But not one whose text depends on it: a sampled row of a draft that samples."""
+    table = costs(draft_ms=1.0, row_ms=1.0)
+    for accepted, deep in ((6, True), (0, False)):
+        for samples in (True, False):
+            control = ByLoad({1: table, 2: table}, samples, kind)
+            control.enter(asked(0.0))
+            for _ in range(30):
+                track = Track()
+                for _ in range(10):
+                    control.learn(track, 6, accepted, 6)
+                assert track.rounds > 9
+            for temperatures in ((0.0,), (0.0, 0.9), (0.9,)):
+                control.enter(asked(*temperatures))
+                own = samples and temperatures != (0.0,)
+                alone = kind(table).budget(100, Track())
+                assert control.budget(100, Track()) == alone if own else True
+                assert own or (control.budget(100, Track()) > 1) == deep
+
+
+def test_what_others_show_fades_slowly_and_counts_little() -> None:
+    control = ByLoad({1: TABLE}, samples=False)
+    control.enter(asked(0.0))
+    for _ in range(3000):
+        control.learn(Track(), 3, 0, 3)
+    mine = Track()
+    assert control.budget(100, mine) == 0
+    for _ in range(12):  # four rounds' worth of others against twelve of its own
+        control.learn(mine, 3, 3, 3)
+    assert control.budget(100, mine) > 1
 
 
 def test_tracks_count_what_was_reached() -> None:

@@ -124,7 +124,7 @@ class Pauses(Fixed):
     def budget(self, remaining: int, track: Track | None = None) -> int:
         rounds = 0 if track is None else track.quiet
         if track is not None:
-            track.quiet += 1
+            track.quiet += 1  # nothing else is learned
         return super().budget(remaining) if rounds % 26 < 3 else 0
 
 

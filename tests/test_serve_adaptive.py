@@ -147,7 +147,7 @@ def test_a_request_gets_its_depths_whatever_runs_beside_it() -> None:
 def test_what_pays_alone_need_not_pay_in_a_batch() -> None:
     """Four rows by the costs of four: nothing is drafted, but by a row whose text would change."""
     target = tiny_target()
-    cheap, dear = costs(0.1), costs(40.0)
+    cheap, dear = costs(0.001), costs(40.0)
     params = [SamplingParams(max_tokens=40, temperature=0.8, seed=3 + i, ignore_eos=True)
               for i in range(4)]  # fmt: skip
 

@@ -24,9 +24,11 @@ from .drafts.base import Prices
 class Track:
     """What one request has shown: rounds that reached a depth, and those that accepted it.
 
-    Both fade by half every HALF_LIFE rounds, since a text changes, and so do the sums over rounds in
+    Both fade by half every half_life rounds, since a text changes, and so do the sums over rounds in
     which the draft was asked: how many, tokens accepted, nodes and levels drafted. quiet: rounds since
     it last drafted; wait: so many until it is tried again; trial: rounds of a trial that are left
+
+    With a longer half_life it is what all requests together have shown.
     """
 
     reached: list[float] = field(default_factory=list)
@@ -38,6 +40,7 @@ class Track:
     quiet: int = 0
     wait: int = 0
     trial: int = 0
+    half_life: float = 32.0
 
     def observe(self, depth: int, accepted: int, nodes: int | None = None) -> None:
         """A draft that was asked drafted `depth` deep, and `accepted` tokens of it were committed.
@@ -46,7 +49,7 @@ class Track:
         """
         if not 0 <= accepted <= depth:
             raise ValueError(f"{accepted} accepted of {depth} drafted")
-        fade = 0.5 ** (1 / HALF_LIFE)
+        fade = 0.5 ** (1 / self.half_life)
         self.rounds = fade * self.rounds + 1
         self.gained = fade * self.gained + accepted
         self.nodes = fade * self.nodes + (depth if nodes is None else nodes)
@@ -60,22 +63,32 @@ class Track:
             self.reached[i] = fade * self.reached[i] + (i <= accepted and i < depth)
             self.accepted[i] = fade * self.accepted[i] + (i < accepted)
 
-    def rates(self, depth: int, prior: float) -> list[float]:
+    def rates(self, depth: int, prior: float | Sequence[float]) -> list[float]:
         """Conditional acceptance of each position up to `depth`.
 
-        A position starts from the one before it (the first from `prior`), worth PRIOR_ROUNDS rounds.
+        A position starts from its own of `prior`, worth PRIOR_ROUNDS rounds; where that is a number,
+        the first starts from it and each other one from the one before it.
         """
         out: list[float] = []
         for i in range(depth):
-            before = out[-1] if out else prior
+            before = (out[-1] if out else prior) if isinstance(prior, float) else prior[i]
             reached = self.reached[i] if i < len(self.reached) else 0.0
             accepted = self.accepted[i] if i < len(self.accepted) else 0.0
             out.append((PRIOR_ROUNDS * before + accepted) / (PRIOR_ROUNDS + reached))
         return out
 
+    def means(self, start: Sequence[float]) -> tuple[float, ...]:
+        """Tokens accepted, nodes and levels drafted a round; `start` is worth PRIOR_ROUNDS rounds."""
+        seen = (self.gained, self.nodes, self.levels)
+        total = PRIOR_ROUNDS + self.rounds
+        return tuple(
+            (PRIOR_ROUNDS * guess + value) / total for guess, value in zip(start, seen, strict=True)
+        )
 
-HALF_LIFE = 32.0
+
 PRIOR_ROUNDS = 4.0
+CROWD_HALF_LIFE = 1024.0
+"""Rounds after which what all requests have shown counts half."""
 FIRST_WAIT, LAST_WAIT, TRIAL_ROUNDS = 16, 256, 3
 GUESS = (1.0, 4.0, 2.0)
 """A tree that has shown nothing yet: tokens accepted, nodes and levels drafted, PRIOR_ROUNDS times."""
@@ -107,6 +120,10 @@ class Control(Protocol):
         """What a node must be worth, for a draft that asks for it; None: nothing."""
         ...
 
+    def learn(self, track: Track, depth: int, accepted: int, nodes: int) -> None:
+        """A round that was asked to draft is over: see `Track.observe`."""
+        ...
+
 
 @dataclass(frozen=True)
 class Fixed:
@@ -132,6 +149,9 @@ class Fixed:
         """Every node is drafted."""
         return None
 
+    def learn(self, track: Track, depth: int, accepted: int, nodes: int) -> None:
+        """Whatever was accepted, the depth is the same."""
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -140,7 +160,7 @@ class Costs:
     depths:      depths that may be drafted, ascending, 0 among them
     rows:        rows of the target's forward at each of them, the root included
     forward_ms:  (rows, ms) of the target's forward
-    draft_ms:    of drafting at each depth, what keeping the draft up to date takes included
+    draft_ms:    what else a round takes at each depth: drafting, keeping the draft up to date, sampling
     """
 
     depths: tuple[int, ...]
@@ -168,6 +188,7 @@ class Adaptive:
 
     prior: conditional acceptance of a draft that has shown nothing yet: about that of the heads and
            of n-gram on chats with a small model; one too high drafts on where nothing is accepted
+    crowd: what other requests have shown, from which a request starts; None: nothing
 
     Where nothing pays the request goes on plainly, and a draft is tried again for TRIAL_ROUNDS
     rounds after FIRST_WAIT of them, then after twice as many, LAST_WAIT at most: trials that fail
@@ -176,6 +197,7 @@ class Adaptive:
 
     costs: Costs
     prior: float = 0.45
+    crowd: Track | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.prior <= 1:
@@ -206,8 +228,16 @@ class Adaptive:
         """The depth is all that is chosen."""
         return None
 
+    def learn(self, track: Track, depth: int, accepted: int, nodes: int) -> None:
+        """See `Control`."""
+        track.observe(depth, accepted, nodes)
+        if self.crowd is not None:
+            self.crowd.observe(depth, accepted, nodes)
+
     def _best(self, track: Track) -> int:
-        speeds = self._speeds(track.rates(self.costs.depths[-1], self.prior))
+        most = self.costs.depths[-1]
+        prior = self.prior if self.crowd is None else self.crowd.rates(most, self.prior)
+        speeds = self._speeds(track.rates(most, prior))
         return self.costs.depths[speeds.index(max(speeds))]
 
     @cached_property
@@ -254,11 +284,8 @@ class ByConfidence(Adaptive):
 
     def _rate(self, track: Track) -> float:
         """Tokens a millisecond of rounds like those that were drafted."""
-        seen = (track.gained, track.nodes, track.levels)
-        total = PRIOR_ROUNDS + track.rounds
-        gained, nodes, levels = (
-            (PRIOR_ROUNDS * guess + value) / total for guess, value in zip(GUESS, seen, strict=True)
-        )
+        start = GUESS if self.crowd is None else self.crowd.means(GUESS)
+        gained, nodes, levels = track.means(start)
         forward = interpolate(self.costs.forward_ms, 1 + nodes)
         passes = tuple(zip(self.costs.depths, self.costs.draft_ms, strict=True))
         return (1 + gained) / (forward + interpolate(passes, max(1.0, levels)))
@@ -295,9 +322,9 @@ class ByLoad:
     samples: the draft samples chains, so that a sampled row's text depends on its depths
     kind:    what chooses by each table
 
-    A round with a sampled row of such a draft goes by the costs of one row, whatever its size: what a
-    request says must not depend on what runs beside it (design, law 10). No other text depends on
-    the depth.
+    A round with a sampled row of such a draft goes by the costs of one row, whatever its size, and by
+    what that request has shown alone: what it says must not depend on what runs beside it (design, law
+    10). No other text depends on the depth, and such requests start from what others have shown.
     """
 
     def __init__(
@@ -306,14 +333,16 @@ class ByLoad:
         if 1 not in tables:
             raise ValueError("there must be costs of one row")
         self.tables, self.samples = tables, samples
-        self._choices = {rows: kind(costs) for rows, costs in tables.items()}
-        self._now = self._choices[1]
+        crowd = Track(half_life=CROWD_HALF_LIFE)
+        self._choices = {rows: kind(costs, crowd=crowd) for rows, costs in tables.items()}
+        self._alone = kind(tables[1])
+        self._now = self._alone
 
     def enter(self, rows: Sequence[Asked]) -> None:
         """The next round has these rows. The batch size that was measured nearest to theirs counts."""
         own = self.samples and not all(params.greedy for params in rows)
-        count = 1 if own else min(self._choices, key=lambda size: abs(size - len(rows)))
-        self._now = self._choices[count]
+        count = min(self._choices, key=lambda size: abs(size - len(rows)))
+        self._now = self._alone if own else self._choices[count]
 
     def budget(self, remaining: int, track: Track) -> int:
         """See `Control`."""
@@ -322,6 +351,10 @@ class ByLoad:
     def prices(self, track: Track) -> Prices | None:
         """See `Control`."""
         return self._now.prices(track)
+
+    def learn(self, track: Track, depth: int, accepted: int, nodes: int) -> None:
+        """See `Control`."""
+        self._now.learn(track, depth, accepted, nodes)
 
 
 class ByPart:
@@ -347,6 +380,9 @@ class ByPart:
         """The draft asks for those of the part that it takes."""
         return None
 
+    def learn(self, track: Track, depth: int, accepted: int, nodes: int) -> None:
+        """The draft tells the part that drafted."""
+
     def begin(self) -> tuple[Track, ...]:
         """See `drafts.base.Depths`."""
         return tuple(Track() for _ in self.parts)
@@ -363,4 +399,4 @@ class ByPart:
         self, record: Sequence[Track], part: int, depth: int, accepted: int, nodes: int
     ) -> None:
         """See `drafts.base.Depths`."""
-        record[part].observe(depth, accepted, nodes)
+        self.parts[part].learn(record[part], depth, accepted, nodes)

@@ -160,7 +160,8 @@ class Engine:
             else:
                 if step.drafted is not None and step.drafted.budget:
                     drafted = step.drafted
-                    request.track.observe(drafted.depth, len(drafted.path), len(drafted.tokens))
+                    told = (drafted.depth, len(drafted.path), len(drafted.tokens))
+                    lane.control.learn(request.track, *told)
                 parts = (step.tokens, step.origins, step.logprobs, row.text.finish_reason)
                 text = row.text.release()
                 pieces.append(Piece(request.number, text, *parts, drafted=step.drafted))
