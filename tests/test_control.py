@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -199,12 +200,15 @@ def test_a_tree_that_does_not_pay_is_left_off() -> None:
 
 
 def test_prices_follow_what_is_measured() -> None:
-    """More nodes never cost less; the rate is the better one of plain decoding's and the draft's."""
+    """The next node never costs less; the rate is plain decoding's or the draft's, which is better."""
     control = ByConfidence(tree_costs(1.0, [(1, 10.0), (2, 12.0), (4, 11.0), (8, 15.0)], most=3))
     prices = control.prices(Track())
     assert prices is not None
-    assert prices.nodes_ms == pytest.approx((2.0, 2.0, 2.0, 2.0, 3.0, 4.0, 5.0))
+    assert prices.nodes_ms == pytest.approx((1 / 3, 2 / 3, 1.0, 2.0, 3.0, 4.0, 5.0))
     assert prices.step_ms == pytest.approx(1.0)
+    assert [prices.node(n) for n in (1, 3, 4, 7, 8)] == pytest.approx(
+        [prices.rate / 3, prices.rate / 3, prices.rate, prices.rate, math.inf]
+    )
     track = Track()
     for _ in range(200):
         track.observe(3, 0, 7)

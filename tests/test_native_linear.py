@@ -23,7 +23,7 @@ compiled = pytest.mark.skipif(library() is None, reason="the compiled library is
 def weights(form: str, outputs: int, inputs: int, seed: int) -> tuple[Tensor | Quantised, Tensor]:
     """A matrix in a format, and the float32 numbers it stands for."""
     matrix = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed))
-    form = form.removesuffix("-a8")
+    form = form.partition("-a")[0]
     if form in INTEGERS:
         quantised = quantise(matrix, form)
         return quantised, quantised.dequantised()
@@ -31,8 +31,12 @@ def weights(form: str, outputs: int, inputs: int, seed: int) -> tuple[Tensor | Q
     return rounded, rounded.float()
 
 
-def literally_rounded(x: Tensor) -> Tensor:
-    """x as the rounded formats see it, a group at a time, in float64."""
+def literally_rounded(x: Tensor, form: str = "-a8") -> Tensor:
+    """x as a format sees it, where it rounds to int8 a group at a time; in float64."""
+    if form.endswith("-a16"):
+        return x.to(torch.bfloat16).double()
+    if not form.endswith("-a8"):
+        return x.double()
     out = torch.zeros(x.shape, dtype=torch.float64)
     for i in range(len(x)):
         for k in range(0, x.shape[1], 32):
@@ -58,10 +62,10 @@ def test_against_float64(
     generator = torch.Generator().manual_seed(seed + 1)
     x = torch.randn(rows, 32 * groups, generator=generator)
     bias = torch.randn(outputs, generator=generator) if biased else None
-    packed = PackedLinear(weight, bias, round_inputs=form.endswith("-a8"))
+    packed = PackedLinear(weight, bias, round_inputs="-a" in form)
     assert packed.form == form
     out = packed(x)
-    seen = literally_rounded(x) if form.endswith("-a8") else x.double()
+    seen = literally_rounded(x, form)
     want = seen @ dense.double().T + (0 if bias is None else bias.double())
     torch.testing.assert_close(out.double(), want, atol=2e-4, rtol=1e-5)
     for i in range(rows):
@@ -83,7 +87,7 @@ def test_rounded_inputs() -> None:
         rounded(x[:, :40])
 
 
-@pytest.mark.parametrize("kind", ["int8-a8", "int4-a8"])
+@pytest.mark.parametrize("kind", ["int8-a8", "int4-a8", "bfloat16-a16"])
 def test_rounded_inputs_without_the_library(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The torch fallback computes the same model, up to the order of sums."""
     generator = torch.Generator().manual_seed(3)
@@ -93,16 +97,35 @@ def test_rounded_inputs_without_the_library(kind: str, monkeypatch: pytest.Monke
     fallback = Linear(weight, None, kind)
     assert fallback.own is None
     torch.testing.assert_close(fallback(x), ours, atol=1e-4, rtol=1e-4)
-    exact = Linear(weight, None, kind.removesuffix("-a8") if "4" in kind else "float32")
+    exact = Linear(weight, None, kind.partition("-a")[0] if "8-" not in kind else "float32")
     assert not torch.allclose(exact(x), fallback(x), atol=1e-4)
+
+
+@compiled
+def test_odd_inputs_are_not_paired() -> None:
+    """bfloat16 inputs go two at a time; rows of an odd number of them stay as they are."""
+    weight, dense = weights("bfloat16", 20, 33, 4)
+    packed = PackedLinear(weight, None, round_inputs=True)
+    assert packed.form == "bfloat16"
+    x = torch.randn(3, 33, generator=torch.Generator().manual_seed(8))
+    torch.testing.assert_close(packed(x), x @ dense.T, atol=1e-4, rtol=1e-4)
+
+
+@compiled
+def test_values_that_bfloat16_cannot_hold() -> None:
+    """Ties go to even, and what is not finite stays so: a broken row must be seen as one."""
+    packed = PackedLinear(torch.ones(16, 2, dtype=torch.bfloat16), None, round_inputs=True)
+    x = torch.tensor([[1 + 2**-8, 0.0], [1 + 3 * 2**-8, 0.0], [torch.nan, 1.0], [torch.inf, 1.0]])
+    out = packed(x)[:, 0]
+    assert out[:2].tolist() == [1.0, 1 + 2**-6]
+    assert out[2].isnan()
+    assert not out[3].isfinite()
 
 
 @compiled
 def test_matrices_move_as_they_are() -> None:
     """Into one mapping, each on a line of its own, to the last bit."""
-    made = [
-        PackedLinear(weights(form, 640, 640, 5)[0], None, form.endswith("-a8")) for form in FORMATS
-    ]
+    made = [PackedLinear(weights(form, 640, 640, 5)[0], None, "-a" in form) for form in FORMATS]
     x = torch.randn(3, 640)
     before = [matrix(x) for matrix in made]
     homes = [matrix.weight.data_ptr() for matrix in made]

@@ -297,13 +297,19 @@ class ByConfidence(Adaptive):
 
     @cached_property
     def _nodes_ms(self) -> tuple[float, ...]:
-        """See `Prices`. More nodes never cost less, whatever a measurement says."""
-        start = interpolate(self.costs.forward_ms, self.costs.rows[0])
-        out, most = [], 0.0
-        for rows in range(self.costs.rows[0] + 1, max(k for k, _ in self.costs.forward_ms) + 1):
-            most = max(most, interpolate(self.costs.forward_ms, rows) - start)
-            out.append(most)
-        return tuple(out)
+        """See `Prices`: what was measured, from below, by times that never rise more slowly."""
+        first, last = self.costs.rows[0], max(rows for rows, _ in self.costs.forward_ms)
+        start = interpolate(self.costs.forward_ms, first)
+        times = [
+            interpolate(self.costs.forward_ms, rows) - start for rows in range(first, last + 1)
+        ]
+        corners = [0]
+        while corners[-1] < last - first:  # the flattest way on
+            at = corners[-1]
+            ways = [(times[n] - times[at]) / (n - at) for n in range(at + 1, len(times))]
+            corners.append(at + 1 + ways.index(min(ways)))
+        points = [(n, times[n]) for n in corners]
+        return tuple(max(0.0, interpolate(points, n)) for n in range(1, len(times)))
 
     @cached_property
     def _step_ms(self) -> float:

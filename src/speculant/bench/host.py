@@ -20,7 +20,7 @@ from .prompts import PROMPTS
 
 PACKAGES = ("speculant", "torch", "transformers", "tokenizers", "numpy")
 BYTES = {"": 4.0, "float32": 4.0, "bfloat16": 2.0, "int8": 1.0, "int4": 0.75, "file": 1.125}
-"""Bytes of a parameter in each format of weights, what `-a8` does to activations aside."""
+"""Bytes of a parameter in each format of weights, what `-a8` and `-a16` do to activations aside."""
 ROOM = 1.25
 """What loading and caches take on top of the weights, as a factor."""
 BUSY = 0.5
@@ -61,7 +61,7 @@ def fit_together(folder: Path, weights: Sequence[str]) -> bool:
         for path in weight_files(folder)
         for entry in read_header(path).values()
     )
-    return bool(ROOM * params * sum(BYTES[name.removesuffix("-a8")] for name in weights) < free)
+    return bool(ROOM * params * sum(BYTES[name.partition("-a")[0]] for name in weights) < free)
 
 
 def peak_memory(

@@ -23,6 +23,7 @@ tokens so far, and nothing is drawn.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -82,12 +83,17 @@ class _Frontier:
     hidden: Tensor
     mask: Tensor
 
-    def select(self, keep: Tensor) -> _Frontier:
-        """The rows that stay, keep: [r] bool."""
-        if bool(keep.all()):
-            return self
-        parts = (self.members, self.nodes, self.scores, self.hidden, self.mask)
-        return _Frontier(*(part[keep] for part in parts))
+    def select(self, keep: Tensor, width: int) -> _Frontier:
+        """The rows that stay, keep: [r] bool, with their first `width` nodes."""
+        rows = slice(None) if bool(keep.all()) else keep
+        columns = self.mask.shape[2] - self.nodes.shape[1] + width  # what lies behind, and its own
+        return _Frontier(
+            self.members[rows],
+            self.nodes[rows, :width],
+            self.scores[rows, :width],
+            self.hidden[rows, :width],
+            self.mask[rows, :width, :columns],
+        )
 
 
 class _Growth:
@@ -114,6 +120,7 @@ class _Growth:
         self.tokens = torch.zeros(len(rows), total, dtype=torch.int64, device=device)
         self.parents = torch.full_like(self.tokens, ROOT)
         self.broken = torch.zeros(len(rows), dtype=torch.bool, device=device)
+        self.behind = 0  # entries of the cache that expanded nodes have taken
 
     def plant(self, outputs: Tensor) -> _Frontier:
         """Depth 1: the k likeliest tokens after each root, from the head's outputs [B, H]."""
@@ -129,21 +136,24 @@ class _Growth:
     def expand(self, frontier: _Frontier, depth: int) -> _Frontier:
         """One pass over the frontier: its children are the candidates of `depth`."""
         k, members, device = self.k, frontier.members, frontier.nodes.device
+        width = frontier.nodes.shape[1]
         rows = [self.rows[b] for b in members.tolist()]
         tokens = self.tokens[members].gather(1, frontier.nodes)
         outputs = self.passes.run(
             [row.slot for row in rows],
             self.passes.target_ids[tokens],
             frontier.hidden,
-            torch.full((k,), depth - 2, device=device),
+            torch.full((width,), depth - 2, device=device),
             frontier.mask,
-            behind=k * (depth - 2),
+            behind=self.behind,
         )
+        self.behind += width
         self.broken[members] |= ~outputs.isfinite().flatten(1).all(dim=1)
         logits = self.passes.logits(outputs, rows, lambda i: self._paths(frontier, i))
-        scores, ids = likeliest(logits, k)  # shape: [r, k, k], child j of frontier node i
+        scores, ids = likeliest(logits, k)  # shape: [r, width, k], child j of frontier node i
         scores = scores + frontier.scores[:, :, None]
-        start, end = k + (depth - 2) * k * k, k + (depth - 1) * k * k
+        start = k + (depth - 2) * k * k
+        end = start + width * k
         self.scores[members, start:end] = scores.flatten(1)
         self.tokens[members, start:end] = ids.flatten(1)
         self.parents[members, start:end] = frontier.nodes.repeat_interleave(k, dim=1)
@@ -152,7 +162,7 @@ class _Growth:
         above = (chosen // k)[:, :, None]  # shape: [r, k, 1], the frontier node above each
         seen = frontier.mask.gather(1, above.expand(-1, -1, frontier.mask.shape[2]))
         own = torch.eye(k, dtype=torch.bool, device=device).expand(len(rows), k, k)
-        hidden = outputs.gather(1, above.expand_as(outputs))
+        hidden = outputs.gather(1, above.expand(-1, -1, outputs.shape[2]))
         mask = torch.cat([seen, own], dim=2)
         return _Frontier(members, start + chosen, best.values[:, :k], hidden, mask)
 
@@ -163,24 +173,43 @@ class _Growth:
         paths = node_paths(self.parents[b].tolist(), tokens)
         return [paths[node + 1] for node in frontier.nodes[i].tolist()]
 
-    def going_on(self, frontier: _Frontier, depth: int) -> Tensor:
-        """Which rows go as deep as `depth`, [r] bool: they may, have a node to expand, and gain by it.
-
-        What a pass may find is taken to be CHILDREN of what its nodes promise.
-        """
+    def going_on(self, frontier: _Frontier, depth: int) -> _Frontier:
+        """The rows that go as deep as `depth`, with the nodes that may have a child worth its price."""
         keep = (self.depths[frontier.members] >= depth) & (frontier.scores > -torch.inf).any(dim=1)
         if not self.priced:
-            return keep
-        sums = dict(
-            zip(frontier.members.tolist(), frontier.scores.exp().sum(1).tolist(), strict=True)
-        )
-        stop = [
-            b for b, prices in self.priced
-            if b in sums and CHILDREN * self.trust[b] * sums[b] <= prices.rate * prices.step_ms
-        ]  # fmt: skip
-        return keep & ~torch.isin(
-            frontier.members, torch.tensor(stop, dtype=torch.int64, device=keep.device)
-        )
+            return frontier.select(keep, self.k)
+        widths = [
+            self._worth(b, sure) if go else 0
+            for b, sure, go in zip(
+                frontier.members.tolist(),
+                frontier.scores.exp().tolist(),
+                keep.tolist(),
+                strict=True,
+            )
+        ]
+        going = torch.tensor([width > 0 for width in widths], device=keep.device)
+        return frontier.select(going, max(widths))
+
+    def _worth(self, b: int, frontier: Sequence[float]) -> int:
+        """How many nodes of a row's frontier to expand, the most confident first; 0: no pass pays.
+
+        A child is no surer than its parent and stands behind it among all candidates, so that what a
+        node in the parent's place would have to be worth bounds it. A pass is taken to find CHILDREN
+        of what its nodes promise.
+        """
+        prices, trust = self.rows[b].prices, self.trust[b]
+        if prices is None:
+            return sum(sure > 0 for sure in frontier)
+        every = self.scores[b].exp().sort(descending=True).values.tolist()
+        width, gain = 0, 0.0
+        for sure in frontier:
+            rank = bisect_right(every, -sure, key=lambda other: -other)  # its own place
+            price = prices.node(rank + 1)
+            if trust * sure <= price:
+                break
+            width += 1
+            gain += max(0.0, CHILDREN * trust * sure - price)
+        return width if not prices.step_ms or gain > prices.rate * prices.step_ms else 0
 
     def best(self, count: int) -> tuple[list[Tree], list[float]]:
         """The tree of the `count` best candidates of every row, less what is not worth its price, and
@@ -225,7 +254,7 @@ def grow_trees(
     growth = _Growth(passes, rows, depths, branch, trust)
     frontier = growth.plant(outputs)
     for depth in range(2, max(depths) + 1):
-        frontier = frontier.select(growth.going_on(frontier, depth))
+        frontier = growth.going_on(frontier, depth)
         if not len(frontier.members):
             break
         frontier = growth.expand(frontier, depth)

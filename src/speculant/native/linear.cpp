@@ -7,7 +7,7 @@
 //
 // The formats of rounded inputs round each row of x by itself, in groups of 32, to int8, and multiply
 // integers: four products an instruction and lane where the processor has it, which leaves the memory
-// as the bound up to some sixteen rows.
+// as the bound up to some sixteen rows. bfloat16 times bfloat16 rounds x to that, two products at once.
 //
 // Plain C interface, called through ctypes; no OpenMP of its own (see parallel.h).
 
@@ -175,12 +175,34 @@ void integers(const LinearCall &call, int64_t panel, int64_t token, const Rounde
   }
 }
 
-enum Format { FLOAT32, BFLOAT16, INT8, INT8_GROUPS, INT4_GROUPS, INT8_ROUNDED, INT4_ROUNDED };
+// bfloat16 weights times x in bfloat16: a word holds two inputs of one output.
+template <int P, int T>
+void pairs(const LinearCall &call, int64_t panel, int64_t token, const uint16_t *all) {
+  const int64_t inputs = call.inputs, size = inputs * 2 * LANES;
+  const char *from = call.weight + panel * size;
+  const uint16_t *x = all + token * inputs;
+  Vec sums[P][T] = {};
+  for (int64_t k = 0; k < inputs; k += 2)
+    for (int p = 0; p < P; ++p) {
+      const char *at = from + p * size + k * 2 * LANES;
+      if constexpr (T > 4) __builtin_prefetch(at + AHEAD);
+      const Words w = words(at);
+      for (int t = 0; t < T; ++t) sums[p][t] = dot(sums[p][t], w, x + t * inputs + k);
+    }
+  for (int p = 0; p < P; ++p) {
+    const int64_t n = (panel + p) * LANES;
+    const Vec bias = call.bias ? load(call.bias + n) : Vec{};
+    for (int t = 0; t < T; ++t) store(call.out + (token + t) * call.outputs + n, sums[p][t] + bias);
+  }
+}
+
+enum Format { FLOAT32, BFLOAT16, INT8, INT8_GROUPS, INT4_GROUPS, INT8_ROUNDED, INT4_ROUNDED, BFLOAT16_ROUNDED };
 
 // What a format needs to know of x beside x.
 struct Inputs {
   std::vector<float> sums;  // over every group of 32 inputs [T, K / 32]
   Rounded rounded;
+  std::vector<uint16_t> halves;  // [T, K]
 };
 
 template <int P, int T>
@@ -193,6 +215,7 @@ void any(const LinearCall &call, int format, int64_t panel, int64_t token, const
     case INT4_GROUPS: return grouped<true, P, T>(call, panel, token, x.sums.data());
     case INT8_ROUNDED: return integers<false, P, T>(call, panel, token, x.rounded);
     case INT4_ROUNDED: return integers<true, P, T>(call, panel, token, x.rounded);
+    case BFLOAT16_ROUNDED: return pairs<P, T>(call, panel, token, x.halves.data());
   }
 }
 
@@ -226,7 +249,16 @@ void panels(const LinearCall &call, int format, int64_t first, int64_t count, co
 
 extern "C" void speculant_linear(const LinearCall *call, int format, int threads) {
   static thread_local Inputs x;  // kept between calls: no allocation in the loop
-  if (format >= INT8_ROUNDED) {
+  if (format == BFLOAT16_ROUNDED) {
+    const int64_t count = call->tokens * call->inputs;  // of the last vector, the lanes that are there
+    x.halves.resize((count + LANES - 1) / LANES * LANES);
+    for (int64_t i = 0; i < count; i += LANES) {
+      Vec v{};
+      std::memcpy(&v, call->x + i, sizeof(float) * std::min<int64_t>(LANES, count - i));
+      const Halves h = halves(v);
+      std::memcpy(&x.halves[i], &h, sizeof h);
+    }
+  } else if (format >= INT8_ROUNDED) {
     round_rows(*call, x.rounded);
   } else if (call->minima) {
     const int64_t groups = call->inputs / GROUP;

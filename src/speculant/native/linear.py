@@ -10,7 +10,8 @@
 
 (scales and minima held in float32). Inputs and sums are float32 in these formats. In `q8_0-a8` and
 `q4_1-a8` the inputs are rounded as well, each row by itself, to int8 with a scale for every 32 of
-them (`rounded`), as llama.cpp rounds them: products of integers, several times as many a second.
+them (`rounded`), as llama.cpp rounds them: products of integers, several times as many a second. In
+`bfloat16-a16` they are rounded to bfloat16, as where a model runs in bfloat16: two products at once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from torch import Tensor
 from .library import library
 
 LANES, GROUP = 16, 32
-FORMATS = ("float32", "bfloat16", "int8", "q8_0", "q4_1", "q8_0-a8", "q4_1-a8")
+FORMATS = (
+    "float32", "bfloat16", "int8", "q8_0", "q4_1", "q8_0-a8", "q4_1-a8", "bfloat16-a16",
+)  # fmt: skip
 """In the order of the enumeration in linear.cpp."""
 
 
@@ -120,7 +123,7 @@ class PackedLinear:
     ) -> None:
         """weight: [N, K] in float32 or bfloat16, or quantised; `can_pack` must hold.
 
-        round_inputs: to int8; for q8_0 and q4_1
+        round_inputs: to int8 for q8_0 and q4_1; to bfloat16 for that, where K is even
         """
         self.bias = None if bias is None else padded(bias.float()).contiguous()
         self.scales: Tensor | None = None
@@ -128,6 +131,9 @@ class PackedLinear:
         if isinstance(weight, Tensor):
             self.form, self.shape = str(weight.dtype).removeprefix("torch."), weight.shape
             self.weight = panels(weight)
+            if round_inputs and weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0:
+                self.form += "-a16"
+                self.weight = self.weight.unflatten(1, (-1, 2)).transpose(2, 3).contiguous()
             return
         self.form, self.shape = weight.form, weight.codes.shape
         if weight.form == "int8":

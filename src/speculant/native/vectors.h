@@ -71,6 +71,26 @@ static inline Ints dot(Ints sums, Words w, const int8_t *x) {
 #endif
 }
 
+// x to the nearest bfloat16, ties to even.
+static inline Halves halves(Vec x) {
+  const Words bits = reinterpret_cast<Words>(x);
+  return __builtin_convertvector((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, Halves);
+}
+
+// To every lane, the products of its word's two bfloat16 with the two at x.
+static inline Vec dot(Vec sums, Words w, const uint16_t *x) {
+  uint32_t two;
+  std::memcpy(&two, x, sizeof two);
+#if defined(__AVX512BF16__)
+  return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sums),
+      reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(two)))));
+#else
+  const Words ends = Words{} + two;
+  sums += reinterpret_cast<Vec>(w << 16) * reinterpret_cast<Vec>(ends << 16);
+  return sums + reinterpret_cast<Vec>(w & 0xFFFF0000u) * reinterpret_cast<Vec>(ends & 0xFFFF0000u);
+#endif
+}
+
 static inline Vec floats(Ints i) { return __builtin_convertvector(i, Vec); }
 
 static inline void store(float *to, Vec v) { std::memcpy(to, &v, sizeof v); }

@@ -20,9 +20,10 @@ PACK_ROWS = 16
 """Row count that oneDNN's layout is chosen for; measured best over 1 to 64 rows."""
 WEIGHTS = {
     "float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "q4_1",
-    "int8-a8": "q8_0", "int4-a8": "q4_1",
+    "int8-a8": "q8_0", "int4-a8": "q4_1", "bfloat16-a16": "bfloat16",
 }  # fmt: skip
-"""What `weights` may be -> the format of the packed matrices. -a8: activations in int8 as well."""
+"""What `weights` may be -> the format of the packed matrices. -a8: activations in int8 as well, -a16:
+in bfloat16."""
 
 
 def can_prepack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -43,8 +44,8 @@ class Linear:
         """weights: a key of WEIGHTS to round to; "" keeps the numbers as they are.
 
         A quantised `weight` is used as it is. With weights that end in -a8 inputs are rounded too
-        (`native.linear.rounded`), where 32 divides their number. Without the library weights stay
-        what they were rounded to, dequantised.
+        (`native.linear.rounded`), where 32 divides their number; with -a16, to bfloat16. Without the
+        library weights stay what they were rounded to, dequantised.
         """
         kind = torch.float32 if isinstance(weight, Quantised) else weight.dtype
         source = weight if isinstance(weight, Tensor) else weight.codes
@@ -52,11 +53,12 @@ class Linear:
         form = weight.form if isinstance(weight, Quantised) else WEIGHTS.get(weights, "float32")
         self.bias = bias
         self.own: PackedLinear | None = None
+        self.halves = weights.endswith("-a16")
         self.rounds = weights.endswith("-a8") and self.in_features % GROUP == 0
         whole = bool(weights) or kind is torch.float32
         if whole and can_pack(self.in_features, form, device):
             packed = _rounded(weight, form)
-            self.own = PackedLinear(packed, bias, self.rounds)
+            self.own = PackedLinear(packed, bias, self.rounds or self.halves)
             return
         dense = _dense(_rounded(weight, form), kind) if whole else _dense(weight, kind)
         self.packed = can_prepack(kind, device)
@@ -77,6 +79,8 @@ class Linear:
             return self.own(x).to(x.dtype)
         if self.rounds:
             x = rounded(x).to(x.dtype)
+        elif self.halves:
+            x = x.to(torch.bfloat16).to(x.dtype)
         if self.packed:
             y: Tensor = torch.ops.mkldnn._linear_pointwise(
                 x, self.weight, self.bias, "none", [], ""

@@ -42,7 +42,9 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt"]
 HUB_SKIP = ["*/*", "consolidated*", "*.bin", "*.py"]
 SAMPLE_BYTES, EMBEDDING_BYTES = 1 << 14, 1 << 20
-WEIGHTS = ("float32", "bfloat16", "int8", "int4", "file", "int8-a8", "int4-a8", "file-a8")
+WEIGHTS = (
+    "float32", "bfloat16", "int8", "int4", "file", "int8-a8", "int4-a8", "file-a8", "bfloat16-a16",
+)  # fmt: skip
 """The keys of `linear.WEIGHTS`, known here without torch, and the blocks of a GGUF file."""
 FAILURES = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, ImportError, OSError)
 """What transformers raises for a folder that it cannot load."""
@@ -68,8 +70,9 @@ def load_target(
 
     weights: what the fast decoder's matrices are rounded to: float32, bfloat16, int8 or int4, a
              target of its own then; "file": a GGUF's integers as they are; "" keeps them in `dtype`;
-             with -a8 behind int8, int4 or file what they multiply is rounded to int8 too; "auto": the
-             fastest of those that round nothing, see `exact_weights`
+             with -a8 behind int8, int4 or file what they multiply is rounded to int8 too, in
+             bfloat16-a16 to bfloat16; "auto": the fastest of those that round nothing, see
+             `exact_weights`
 
     Raises LoadError, one line for the user, when it cannot.
     """
