@@ -28,6 +28,7 @@ from speculant.bench.contenders import (
     theirs,
 )
 from speculant.bench.grid import Plan, Sample, Tally, mixed, rotated, run_grid
+from speculant.bench.measure import group_size
 from speculant.bench.questions import BUNDLED, Question, read_questions, spread
 from speculant.bench.roofline import Machine, Roofline, multiplied
 from speculant.bench.speeds import (
@@ -119,6 +120,10 @@ def test_a_turn_without_room_is_skipped_with_those_behind_it() -> None:
     assert [a.key for a in ask(target, questions, 5)[0]] == [(1, 0), (2, 0)]
 
 
+def test_a_batch_is_kept_full() -> None:
+    assert [group_size(b) for b in (1, 2, 8, 16, 64, 100)] == [1, 8, 32, 64, 64, 100]
+
+
 def test_groups_are_full() -> None:
     assert groups([1, 2, 3], [9], 1) == [[1], [2], [3]]
     assert groups([1, 2, 3], [8, 9], 2) == [[1, 2], [3, 8]]
@@ -137,9 +142,13 @@ def test_seeds_are_of_question_and_turn() -> None:
 
 
 @pytest.mark.parametrize("prompts", [["hello there"], ["abc", "wxyzuvw", "kl"]], ids=["1", "3"])
+@pytest.mark.parametrize("batch", [None, 1, 2])
 @pytest.mark.parametrize("drafted", [False, True])
-def test_every_appended_token_counts(target: FakeTarget, prompts: list[str], drafted: bool) -> None:
-    """Against uncached greedy decoding; rounds are the forwards that the target saw."""
+def test_every_appended_token_counts(
+    target: FakeTarget, prompts: list[str], drafted: bool, batch: int | None
+) -> None:
+    """Against uncached greedy decoding; rounds are the forwards that the target saw, of at most as
+    many rows as run at once."""
     ids = [target.tokenizer.encode(text) for text in prompts]
     wanted = tuple(until_eos(target.greedy(each, 9)) for each in ids)
     draft = half_right(target) if drafted else load_draft("none", target)
@@ -149,19 +158,28 @@ def test_every_appended_token_counts(target: FakeTarget, prompts: list[str], dra
     def counting(*args: Any, **options: Any) -> Any:
         if options.get("need_logits", True):  # a prefill needs none
             seen[0] += 1
+            assert len(args[0]) <= (batch or len(prompts))
         return forward(*args, **options)
 
     target.forward = counting  # type: ignore[method-assign]
-    out = decode(target, draft, ids, [greedy(max_tokens=9)] * len(ids))
+    out = decode(target, draft, ids, [greedy(max_tokens=9)] * len(ids), batch)
     assert out.tokens == wanted
-    assert out.counted == sum(map(len, wanted))
     assert out.spent is not None
     assert out.counters is not None
-    assert out.spent.rounds == seen[0]
-    assert out.counters.num_emitted_tokens == out.counted
+    assert out.counters.num_emitted_tokens == sum(map(len, wanted))
+    if batch == 2:  # the last answer may run alone, which does not count
+        assert 0 < out.counted <= sum(map(len, wanted))
+        assert 0 < out.spent.rounds <= seen[0]
+    else:
+        assert out.counted == sum(map(len, wanted))
+        assert out.spent.rounds == seen[0]
     assert (out.counters.num_accepted_tokens > 0) == drafted
     if not drafted:
-        assert out.spent.rounds == max(map(len, wanted))
+        lengths = list(map(len, wanted))
+        assert (
+            out.spent.rounds
+            == {None: max(lengths), 1: sum(lengths), 2: out.counted / min(2, len(ids))}[batch]
+        )
     parts = out.spent.per_round()
     assert parts["total"] * out.spent.rounds == pytest.approx(out.decode_ms)
     assert sum(v for k, v in parts.items() if k != "total") == pytest.approx(parts["total"])

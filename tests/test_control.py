@@ -122,8 +122,12 @@ def test_the_choice_is_the_best_of_all_depths(
             product *= rate
             tokens += product
         speeds.append(tokens / ms)
-    choice = Adaptive(table).budget(10**6, track)
-    assert speeds[choice] >= max(speeds) * (1 - 1e-6)
+    control = Adaptive(table)
+    choice = control.budget(10**6, track)
+    if not control.drafts or max(speeds) < 1.049 * speeds[0]:
+        assert choice == 0
+        return
+    assert speeds[choice] >= max(speeds) / (1 if choice else 1.051) * (1 - 1e-6)
 
 
 def test_a_tree_is_drafted_whole_or_not_at_all() -> None:

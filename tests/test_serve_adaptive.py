@@ -159,10 +159,10 @@ def test_what_pays_alone_need_not_pay_in_a_batch() -> None:
         for name in ("ngram", "vanilla"):
             adapt(running, name, cheap, dear)
             more: dict[str, Any] = {"max_tokens": 40, "extra_body": {"speculation": name}}
-            assert deep(ask(running, **more)) > 0.8
-            assert deep(ask(running, n=4, **more)) < 0.2
+            assert deep(ask(running, **more)) > 0.1  # as far as this draft deserves
+            assert deep(ask(running, n=4, **more)) == 0
         out = ask(running, n=4, temperature=0.8, seed=3, **more)
-        assert deep(out) > 0.8
+        assert deep(out) > 0.1
         alone = [
             generate(target, usual_drafts(target)["vanilla"], TALK, mine, control=Adaptive(cheap))
             for mine in params
@@ -199,8 +199,8 @@ def test_adapting_keeps_the_distribution() -> None:
         )
         for path in itertools.product(range(3), repeat=4)
     }
-    # a round of depth 1 pays from an acceptance of 0.6 on: one round tips the scales
-    control = Adaptive(Costs((0, 1), (1, 2), ((1, 10.0),), (0.0, 6.0)), prior=0.62)
+    # a round of depth 1 gains 5 % from an acceptance of 0.66 on: one round tips the scales
+    control = Adaptive(Costs((0, 1), (1, 2), ((1, 10.0),), (0.0, 5.8)), prior=0.68)
     seen: Counter[tuple[int, ...]] = Counter()
     draft = load_draft("vanilla", target, model=small, num_draft_tokens=1)
     engine = Engine(target, draft, max_rows=100, capacity=16, control=control)

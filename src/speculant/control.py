@@ -92,6 +92,8 @@ CROWD_HALF_LIFE = 1024.0
 FIRST_WAIT, LAST_WAIT, TRIAL_ROUNDS = 16, 256, 3
 GUESS = (1.0, 4.0, 2.0)
 """A tree that has shown nothing yet: tokens accepted, nodes and levels drafted, PRIOR_ROUNDS times."""
+GAIN = 1.05
+"""What drafting must promise over plain decoding: rates are estimates, and the best is chosen."""
 HOPE, WORTH = 0.9, 1.2
 """A trial must promise something: at conditional acceptance HOPE, WORTH times plain decoding."""
 
@@ -107,6 +109,11 @@ class Asked(Protocol):
 
 class Control(Protocol):
     """Decides the depth of a round."""
+
+    @property
+    def drafts(self) -> bool:
+        """Whether any row of the round at hand could be asked to draft."""
+        ...
 
     def enter(self, rows: Sequence[Asked]) -> None:
         """The next round has these rows: what they were asked with, in any order."""
@@ -134,6 +141,11 @@ class Fixed:
     def __post_init__(self) -> None:
         if self.num_draft_tokens < 0:
             raise ValueError(f"num_draft_tokens is {self.num_draft_tokens}: it must be at least 0")
+
+    @property
+    def drafts(self) -> bool:
+        """See `Control`."""
+        return self.num_draft_tokens > 0
 
     def enter(self, rows: Sequence[Asked]) -> None:
         """Whatever the rows, the depth is the same."""
@@ -192,7 +204,7 @@ class Adaptive:
 
     Where nothing pays the request goes on plainly, and a draft is tried again for TRIAL_ROUNDS
     rounds after FIRST_WAIT of them, then after twice as many, LAST_WAIT at most: trials that fail
-    cost ever less. Where even a very good draft would not pay, nothing is tried.
+    cost ever less. Where even a very good draft would not pay, nothing is drafted.
     """
 
     costs: Costs
@@ -203,6 +215,11 @@ class Adaptive:
         if not 0 <= self.prior <= 1:
             raise ValueError(f"prior is {self.prior}: it is a share")
 
+    @property
+    def drafts(self) -> bool:
+        """See `Control`."""
+        return self.promising
+
     def enter(self, rows: Sequence[Asked]) -> None:
         """The costs are those of one batch size, whatever comes."""
 
@@ -212,7 +229,7 @@ class Adaptive:
         if track.trial:
             track.trial -= 1
             return min(room, self._trial_depth())
-        best = self._best(track)
+        best = self._best(track) if self.promising else 0
         if best:
             track.quiet = track.wait = 0
             return min(room, best)
@@ -238,7 +255,8 @@ class Adaptive:
         most = self.costs.depths[-1]
         prior = self.prior if self.crowd is None else self.crowd.rates(most, self.prior)
         speeds = self._speeds(track.rates(most, prior))
-        return self.costs.depths[speeds.index(max(speeds))]
+        best = max(speeds)
+        return self.costs.depths[speeds.index(best)] if best > GAIN * speeds[0] else 0
 
     @cached_property
     def promising(self) -> bool:
@@ -276,7 +294,7 @@ class ByConfidence(Adaptive):
         return Prices(max(self._plain, self._rate(track)), self._nodes_ms, self._step_ms)
 
     def _best(self, track: Track) -> int:
-        return self.costs.depths[-1] if self._rate(track) > self._plain else 0
+        return self.costs.depths[-1] if self._rate(track) > GAIN * self._plain else 0
 
     def _trial_depth(self) -> int:
         """As deep as it likes: the prices keep it from what does not pay."""
@@ -344,6 +362,11 @@ class ByLoad:
         self._alone = kind(tables[1])
         self._now = self._alone
 
+    @property
+    def drafts(self) -> bool:
+        """See `Control`."""
+        return self._now.drafts
+
     def enter(self, rows: Sequence[Asked]) -> None:
         """The next round has these rows. The batch size that was measured nearest to theirs counts."""
         own = self.samples and not all(params.greedy for params in rows)
@@ -372,6 +395,11 @@ class ByPart:
 
     def __init__(self, depth: int, parts: Sequence[Control]) -> None:
         self.whole, self.parts = Fixed(depth), tuple(parts)
+
+    @property
+    def drafts(self) -> bool:
+        """See `Control`."""
+        return any(part.drafts for part in self.parts)
 
     def enter(self, rows: Sequence[Asked]) -> None:
         """See `Control`."""

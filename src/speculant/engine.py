@@ -148,8 +148,9 @@ class Engine:
             return []
         rows = [request.running for request in ready]
         lane.control.enter([request.params for request in ready])
+        drafts = lane.control.drafts
         for request, row in zip(ready, rows, strict=True):
-            depth = lane.control.budget(row.text.remaining, request.track)
+            depth = lane.control.budget(row.text.remaining, request.track) if drafts else 0
             row.budget = depth if request.most is None else min(depth, request.most)
             row.prices = lane.control.prices(request.track)
         pieces = []

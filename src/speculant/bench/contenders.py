@@ -95,7 +95,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that answers groups of `entry.batch` prompts."""
+    """Something that answers groups of prompts, `entry.batch` at a time."""
 
     entry: Entry
     run: Callable[[Sequence[Asked]], Outcome]
@@ -170,14 +170,15 @@ def ours(
     """Our decoding with one draft, at every temperature and batch size."""
     draft, options = make_draft(target, spec, max(batches))
 
-    def at(temperature: float) -> Callable[[Sequence[Asked]], Outcome]:
+    def at(temperature: float, batch: int) -> Callable[[Sequence[Asked]], Outcome]:
         def run(group: Sequence[Asked]) -> Outcome:
             params = [asked.params(max_tokens, temperature) for asked in group]
-            return decode(target, draft, [asked.ids for asked in group], params, **options)
+            ids = [asked.ids for asked in group]
+            return decode(target, draft, ids, params, batch, **options)
 
         return run
 
-    return [Contender(Entry(spec, weights, t, b), at(t)) for b in batches for t in temperatures]
+    return [Contender(Entry(spec, weights, t, b), at(t, b)) for b in batches for t in temperatures]
 
 
 def decode(
@@ -185,48 +186,61 @@ def decode(
     draft: Draft,
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
+    batch: int | None = None,
     **options: Any,
 ) -> Outcome:
-    """Answer prompts together: prefill all of them, then time rounds until the last one ends.
+    """Answer prompts, at most `batch` of them (None: all) at once: where one ends, the next begins, as
+    in a server that is kept busy. Prompts are read between rounds, beside the clock, which stops when
+    none is left to take a free place: what then still runs is answered, and does not count.
 
     options: of `Engine`. Raises FloatingPointError when the target's logits broke.
     """
     longest = max(len(ids) + mine.max_tokens for ids, mine in zip(prompts, params, strict=True))
     capacity = min(longest, target.info.context_length)
-    engine = Engine(target, draft, max_rows=len(prompts), capacity=capacity, **options)
+    rows = min(batch or len(prompts), len(prompts))
+    engine = Engine(target, draft, max_rows=rows, capacity=capacity, **options)
     counters = [Counters() for _ in prompts]
     numbers = [
         engine.submit(list(ids), mine, counts)
         for ids, mine, counts in zip(prompts, params, counters, strict=True)
     ]
     tokens: dict[int, list[int]] = {number: [] for number in numbers}
-    engine.admit()
-    while len(engine.slots()) < len(prompts):
-        engine.prefill()
-    wall_ms, last = 0.0, numbers[0]
+    spent, counted = Spent(), 0
     while engine.busy:
+        engine.admit()
+        while len(engine.slots()) < len(engine.lengths()):
+            engine.prefill()
+        running = engine.slots()
+        counts = len(running) == rows or len(prompts) == rows
+        watched = counters[numbers.index(running[0][0])]  # every row notes the whole round's time
+        before = _spent(watched)
         began = time.perf_counter()
         pieces = engine.round(engine.lanes[0])
-        wall_ms += 1e3 * (time.perf_counter() - began)
+        wall_ms = 1e3 * (time.perf_counter() - began)
+        if counts:
+            spent.add(_spent(watched, before, wall_ms))
+            counted += sum(len(piece.token_ids) for piece in pieces)
         for piece in pieces:
             if piece.error:
                 raise FloatingPointError(piece.error)
             tokens[piece.request] += piece.token_ids
-            last = piece.request
-    # all rows began together, so that the one that ended last was in every round
-    whole = counters[numbers.index(last)]
-    spent = Spent(
-        whole.target_forwards,
-        whole.draft_ms,
-        whole.forward_ms,
-        whole.verify_ms - whole.forward_ms,
+    total = Counters()
+    for each in counters:
+        total.merge(each)
+    answers = tuple(tuple(tokens[number]) for number in numbers)
+    return Outcome(answers, counted, spent.wall_ms, spent, total)
+
+
+def _spent(counts: Counters, before: Spent | None = None, wall_ms: float = 0.0) -> Spent:
+    """What a request's counters hold; since `before`: of the round in between, which took `wall_ms`."""
+    since = before or Spent()
+    return Spent(
+        counts.target_forwards - since.rounds,
+        counts.draft_ms - since.draft_ms,
+        counts.forward_ms - since.forward_ms,
+        counts.verify_ms - counts.forward_ms - since.sampling_ms,
         wall_ms,
     )
-    total = Counters()
-    for counts in counters:
-        total.merge(counts)
-    answers = tuple(tuple(tokens[number]) for number in numbers)
-    return Outcome(answers, sum(map(len, answers)), wall_ms, spent, total)
 
 
 def theirs(peer: Peer, max_tokens: int) -> Contender:

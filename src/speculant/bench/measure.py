@@ -87,8 +87,6 @@ def measure(
             f"the machine was busy when this began (load {load:.1f}): speeds are lower than on an "
             "idle one, and ratios less sure"
         )
-    if report.settings["adaptive"] and max(plan.batches) > 1:
-        report.notes.append("adaptive depth knows what rounds cost at batch 1, at every batch size")
     folder, _ = resolve(target_name)
     together = fit_together(folder, plan.weights)
     if not together:
@@ -152,15 +150,22 @@ def choose(target: Target, plan: Plan, questions: Sequence[Question], notes: lis
         for q in questions
         if q.question_id not in used
     ]
-    missing = max(-len(first) % batch for batch in plan.batches)
+    missing = max(-len(first) % group_size(batch) for batch in plan.batches)
     more: list[Asked] = []
     if rest and missing:
         more, _ = ask(target, spread(rest, missing), plan.max_tokens)
     if missing > len(more):
-        notes.append("the last group of a batch repeats questions, since there are no others")
+        notes.append("the last group of a batch size repeats questions: there are no others")
     if skipped:
         notes.append(f"{len(skipped)} turns do not fit into the context: left out")
-    return Prompts(first, skipped, {b: groups(first, more, b) for b in sorted(plan.batches)})
+    mine = {b: groups(first, more, group_size(b)) for b in sorted(plan.batches)}
+    return Prompts(first, skipped, mine)
+
+
+def group_size(batch: int) -> int:
+    """Prompts of a group: one, or four times what runs at once, so that a batch stays full for most of
+    the time; 64 at most, unless more run at once."""
+    return batch if batch == 1 else max(batch, min(4 * batch, 64))
 
 
 def asked_of(source: str, prompts: Prompts) -> dict[str, Any]:

@@ -81,6 +81,8 @@ class HybridDraft:
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         """A copied chain for rows that have one worth its cost, the other part's for the rest."""
+        if not any(row.budget for row in rows):
+            return self.parts[OTHER].propose(rows)
         most = [row.budget for row in rows]
         copied = self._copied(rows)
         try:
@@ -99,9 +101,12 @@ class HybridDraft:
 
     def update(self, rows: Sequence[DraftRow], feedback: Feedback) -> None:
         """Both learn what was committed; the part that drafted, how it fared."""
-        counts, parents = feedback.proposal.num_nodes.tolist(), feedback.proposal.parents.tolist()
-        for b, row in enumerate(rows):
-            if row.slot in self._records and row.budget:
+        asked = [b for b, row in enumerate(rows) if row.budget and row.slot in self._records]
+        if asked:
+            counts = feedback.proposal.num_nodes.tolist()
+            parents = feedback.proposal.parents.tolist()
+            for b in asked:
+                row = rows[b]
                 depth = deepest(parents[b][: counts[b]])
                 turn, accepted = self._turns[row.slot], min(depth, len(feedback.paths[b]))
                 self.depths[0].tell(self._records[row.slot], turn, depth, accepted, counts[b])

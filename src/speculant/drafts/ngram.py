@@ -99,10 +99,7 @@ class NgramDraft:
         return Proposal.chains([self._continue(row) for row in rows])
 
     def update(self, rows: Sequence[DraftRow], feedback: Feedback) -> None:
-        """Index what was committed."""
-        for row in rows:
-            if row.slot in self._indexes:
-                self._indexes[row.slot].extend(row.tokens)
+        """What was committed is indexed when it is looked up."""
 
     def close(self, slot: int) -> None:
         """Forget the slot's history."""
@@ -110,7 +107,11 @@ class NgramDraft:
 
     def _continue(self, row: DraftRow) -> list[int]:
         tokens, count = row.tokens, min(row.budget, self.info.max_nodes)
-        follows = self._indexes[row.slot].find(tokens) if count > 0 else None
+        if count <= 0:
+            return []
+        index = self._indexes[row.slot]
+        index.extend(tokens)
+        follows = index.find(tokens)
         if follows is None:
             return []
         # A match that overlaps the suffix runs off the end of the history after `period` tokens:
