@@ -92,8 +92,9 @@ CROWD_HALF_LIFE = 1024.0
 FIRST_WAIT, LAST_WAIT, TRIAL_ROUNDS = 16, 256, 3
 GUESS = (1.0, 4.0, 2.0)
 """A tree that has shown nothing yet: tokens accepted, nodes and levels drafted, PRIOR_ROUNDS times."""
-GAIN = 1.05
-"""What drafting must promise over plain decoding: rates are estimates, and the best is chosen."""
+GAIN, GAIN_TOGETHER = 1.05, 1.12
+"""What drafting must promise over plain decoding, of one row and of several: rates are estimates, the
+best is chosen, and where few rows of a batch draft, they pay for a draft's passes alone."""
 HOPE, WORTH = 0.9, 1.2
 """A trial must promise something: at conditional acceptance HOPE, WORTH times plain decoding."""
 
@@ -201,6 +202,7 @@ class Adaptive:
     prior: conditional acceptance of a draft that has shown nothing yet: about that of the heads and
            of n-gram on chats with a small model; one too high drafts on where nothing is accepted
     crowd: what other requests have shown, from which a request starts; None: nothing
+    gain:  how many times plain decoding's speed drafting must promise
 
     Where nothing pays the request goes on plainly, and a draft is tried again for TRIAL_ROUNDS
     rounds after FIRST_WAIT of them, then after twice as many, LAST_WAIT at most: trials that fail
@@ -210,6 +212,7 @@ class Adaptive:
     costs: Costs
     prior: float = 0.45
     crowd: Track | None = None
+    gain: float = GAIN
 
     def __post_init__(self) -> None:
         if not 0 <= self.prior <= 1:
@@ -256,7 +259,7 @@ class Adaptive:
         prior = self.prior if self.crowd is None else self.crowd.rates(most, self.prior)
         speeds = self._speeds(track.rates(most, prior))
         best = max(speeds)
-        return self.costs.depths[speeds.index(best)] if best > GAIN * speeds[0] else 0
+        return self.costs.depths[speeds.index(best)] if best > self.gain * speeds[0] else 0
 
     @cached_property
     def promising(self) -> bool:
@@ -294,7 +297,7 @@ class ByConfidence(Adaptive):
         return Prices(max(self._plain, self._rate(track)), self._nodes_ms, self._step_ms)
 
     def _best(self, track: Track) -> int:
-        return self.costs.depths[-1] if self._rate(track) > GAIN * self._plain else 0
+        return self.costs.depths[-1] if self._rate(track) > self.gain * self._plain else 0
 
     def _trial_depth(self) -> int:
         """As deep as it likes: the prices keep it from what does not pay."""
@@ -358,7 +361,10 @@ class ByLoad:
             raise ValueError("there must be costs of one row")
         self.tables, self.samples = tables, samples
         crowd = Track(half_life=CROWD_HALF_LIFE)
-        self._choices = {rows: kind(costs, crowd=crowd) for rows, costs in tables.items()}
+        self._choices = {
+            rows: kind(costs, crowd=crowd, gain=GAIN if rows == 1 else GAIN_TOGETHER)
+            for rows, costs in tables.items()
+        }
         self._alone = kind(tables[1])
         self._now = self._alone
 
