@@ -35,7 +35,7 @@ from speculant.pipeline.data import (
     use_offline,
 )
 from speculant.pipeline.result import check_out
-from speculant.pipeline.run import TrainResult, Watch, gather, train
+from speculant.pipeline.run import TrainResult, Watch, _seconds, gather, train
 from speculant.pipeline.settings import TrainSettings, parse_seconds, parse_taps
 from speculant.sampling import SamplingParams
 from speculant.target.base import Target
@@ -572,6 +572,28 @@ def test_given_answers_and_noted_states_exclude_each_other(prompts: Path) -> Non
     more: dict[str, Any] = {"prompts": prompts, "answers": "given", "features": "offline"}
     with pytest.raises(ValueError, match="--answers given: nothing is generated"):
         TrainSettings("eagle3", "x", Path("h"), **more)
+
+
+def test_a_budget_counts_steps_of_the_whole_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step i takes i seconds: the first few say little of a hundred, alone or few as they may be."""
+    clock = [0.0]
+
+    class Steps:
+        class objective:  # noqa: N801
+            begin = staticmethod(lambda share: None)
+
+        class optimizer:  # noqa: N801
+            zero_grad = staticmethod(lambda set_to_none: None)
+
+        @staticmethod
+        def backward(items: list[int]) -> None:
+            clock[0] += items[0]
+
+    monkeypatch.setattr("speculant.pipeline.run.time.perf_counter", lambda: clock[0])
+    measured: Any = Steps()
+    assert 40 < _seconds(measured, [[i] for i in range(100)], 1.0) < 60  # type: ignore[list-item]
+    assert _seconds(measured, [[3]], 1.0) == 3  # type: ignore[list-item]
+    assert _seconds(measured, [[2], [4]], 1.0) == 3  # type: ignore[list-item]
 
 
 def test_times_and_taps() -> None:

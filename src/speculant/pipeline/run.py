@@ -251,6 +251,10 @@ def _loop_settings(settings: TrainSettings) -> LoopSettings:
     )
 
 
+TIMED = 10
+"""Steps that are timed to turn a budget into a number of them."""
+
+
 def _total_steps(settings: TrainSettings, trainer: Trainer, began: float) -> int:
     """Steps of the run: epochs, or what the rest of the budget holds at the speed measured now."""
     loop, accelerator = trainer.settings, trainer.accelerator
@@ -270,13 +274,15 @@ def _total_steps(settings: TrainSettings, trainer: Trainer, began: float) -> int
 
 
 def _seconds(trainer: Trainer, batches: list[list[Item]], share: float) -> float:
-    """Seconds a step takes, from a few that change nothing."""
+    """Seconds a step takes on average, from a few that change nothing, spread over an epoch.
+
+    Batches are of like answer tokens and of very unlike lengths: the first few would tell little.
+    """
     trainer.objective.begin(share)
     times: list[float] = []
-    for items in batches[:6]:
+    for items in [batches[0], *batches[:: max(1, len(batches) // TIMED)][:TIMED]]:
         start = time.perf_counter()
         trainer.backward(items)
         trainer.optimizer.zero_grad(set_to_none=True)
         times.append(time.perf_counter() - start)
-    times = times[1:] or times  # the first one warms up
-    return sorted(times)[len(times) // 2]
+    return sum(times[1:]) / len(times[1:])  # the first one warms up
