@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from fake import FakeTokenizer
 from speculant.drafts import load_draft
@@ -151,6 +152,57 @@ def test_a_prompt_is_the_same_however_it_is_cut(variant: str, tmp_path: Path) ->
     for logits, data in found[1:]:
         assert torch.equal(logits, found[0][0])
         assert torch.equal(data, found[0][1])
+
+
+@pytest.mark.skipif(library() is None, reason="the compiled library is not here")
+@pytest.mark.parametrize(
+    ("variant", "weights"),
+    [*((variant, "") for variant in COMPILED), ("llama", "int8-a8"), ("llama", "bfloat16-a16")],
+)
+def test_a_trees_node_is_its_path_to_the_last_bit(
+    variant: str, weights: str, tmp_path: Path
+) -> None:
+    """Whatever stands between it and what it sees; and so is what is kept of the tree. Where inputs
+    are rounded, another last bit would soon be another token."""
+    whole = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 16} if weights else {}
+    saved(tmp_path, variant, **whole)
+    target = LlamaTarget.from_folder(tmp_path, FakeTokenizer(), "x", weights=weights)
+    generator = torch.Generator().manual_seed(8)
+    tokens = torch.randint(0, 97, (1, 50), generator=generator)
+    start, count = 29, 20
+    parents = [
+        int(torch.randint(-1, i, (1,), generator=generator)) if i else -1 for i in range(count)
+    ]
+    above = torch.tensor([parents])
+    cache = target.new_cache(1, 60)
+
+    def run(ids: list[int], at: int, into: Any) -> Tensor:
+        where, rows = torch.arange(at, at + len(ids))[None], into.rows([0], len(ids))
+        logits, _ = target.forward(torch.tensor([ids]), where, None, rows)
+        into.advance(0, len(ids))
+        assert logits is not None
+        return logits
+
+    ids = tokens[0].tolist()
+    run(ids[:start], 0, cache)
+    rows = cache.rows([0], 1 + count)
+    new = tokens[:, start : start + 1 + count]
+    logits, _ = target.forward(new, start + depths(above), ancestor_mask(above), rows)
+    assert logits is not None
+    for node in range(count):
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        chain, plain = [ids[start], *(ids[start + 1 + i] for i in path)], target.new_cache(1, 60)
+        run(ids[:start], 0, plain)
+        want = run(chain, start, plain)
+        assert torch.equal(logits[0, 1 + node], want[0, -1])
+        if node == count - 1:
+            cache.keep(0, [0, *(1 + i for i in path)])
+            assert torch.equal(
+                run([5], start + len(chain), cache), run([5], start + len(chain), plain)
+            )
+            assert len(path) > 1
 
 
 @pytest.mark.skipif(library() is None, reason="the compiled library is not here")

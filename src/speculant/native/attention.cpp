@@ -2,8 +2,9 @@
 //
 // Reading keys and values is what a decoding step of attention costs, so each is read once, for all
 // query heads that share it and all new tokens, and only as far as its own row goes. Arithmetic is
-// float32 whatever the cache holds. A query's sums run over the columns in their order and depend
-// on nothing else: neither on the other rows of a batch nor on how many tokens one forward holds.
+// float32 whatever the cache holds. A query's sums run over the columns that it sees, in their order,
+// and depend on nothing else: neither on the other rows of a batch, nor on how many tokens one forward
+// holds, nor on what stands between: a node of a tree gets what its path would get as a chain.
 //
 // Plain C interface, called through ctypes; no OpenMP of its own (see parallel.h).
 
@@ -59,12 +60,15 @@ struct Pair {
     }
   }
 
-  // Scores -> weights that sum to one, 0 in the columns that are padding or not to be seen.
+  // Scores -> weights that sum to one, 0 in the columns that are padding or not to be seen. Seen ones
+  // move together first, since a column's lane is its place in the sum.
   void soften(int64_t query) const {
     float *s = scores + query * width;
     const int64_t start = call.starts[row], token = query % tokens;
-    for (int64_t c = start; c < width; ++c)
-      if (c >= columns || !seen(token, c - start)) s[c] = -INFINITY;
+    int64_t kept = start;
+    for (int64_t c = start; c < columns; ++c)
+      if (seen(token, c - start)) s[kept++] = s[c];
+    for (int64_t c = kept; c < width; ++c) s[c] = -INFINITY;
     Vec tops = Vec{} - INFINITY, sums = {};
     for (int64_t c = 0; c < width; c += LANES) tops = larger(tops, load(s + c));
     float top = -INFINITY;
@@ -76,6 +80,8 @@ struct Pair {
     }
     const float inverse = 1 / total(sums);
     for (int64_t c = 0; c < width; c += LANES) store(s + c, load(s + c) * inverse);
+    for (int64_t c = columns - 1; c >= start && kept <= c; --c)  // and back, from the last one on
+      s[c] = seen(token, c - start) ? s[--kept] : 0;
   }
 
   bool seen(int64_t token, int64_t offset) const {
