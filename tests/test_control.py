@@ -18,7 +18,7 @@ from speculant import pace
 from speculant.control import FIRST_WAIT, Adaptive, ByConfidence, ByLoad, Costs, Fixed, Track
 from speculant.drafts import load_draft
 from speculant.engine import generate, generate_many
-from speculant.pace import measure_costs
+from speculant.pace import measure_costs, rising
 from speculant.sampling import SamplingParams
 
 
@@ -343,6 +343,28 @@ def test_a_request_drafts_alone_what_it_drafts_in_a_batch() -> None:
         alone = generate(target, draft, prompt, mine, control=control)
         assert alone.token_ids == out.token_ids
         assert alone.metrics.num_draft_tokens == out.metrics.num_draft_tokens
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(1, 99), min_size=1, max_size=7))
+def test_times_rise(times: list[float]) -> None:
+    """The least-squares answer among all that never fall: means of runs, found by trying all cuts."""
+    found = [ms for _, ms in rising(list(enumerate(times, 1)))]
+
+    def best(start: int, least: float) -> tuple[float, list[float]]:
+        if start == len(times):
+            return 0.0, []
+        options = []
+        for end in range(start + 1, len(times) + 1):
+            mean = sum(times[start:end]) / (end - start)
+            if mean >= least - 1e-9:
+                rest, tail = best(end, mean)
+                error = sum((t - mean) ** 2 for t in times[start:end])
+                options.append((error + rest, [mean] * (end - start) + tail))
+        return min(options, default=(math.inf, []))
+
+    assert found == pytest.approx(best(0, 0.0)[1])
+    assert found == sorted(found)
 
 
 def test_costs_are_measured_for_chains_and_trees() -> None:

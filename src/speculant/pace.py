@@ -17,11 +17,11 @@ from .target.base import Target
 
 CONTEXT = 192
 """Cached tokens behind a timed forward: a chat's."""
-REPEATS, WARM_UP = 5, 2
+REPEATS, WARM_UP = 12, 2
 BUSY = 0.7
 """Load above which somebody else is at work; starting adds some 0.1 of ours."""
-ROUNDS = 6
-"""Rounds of drafting that are timed at each depth."""
+ROUNDS, TRIES = 6, 3
+"""Rounds of drafting that are timed at each depth, and how often: the fastest try counts."""
 
 
 def measure_costs(
@@ -47,7 +47,7 @@ def measure_costs(
         timed = timed if batch == 1 else {1, (1 + largest) // 2, largest}
     else:
         timed = {1, *rows} if batch == 1 else {rows[0], rows[len(rows) // 2], rows[-1]}
-    forward = forward_times(target, sorted(timed), batch=batch)
+    forward = rising(forward_times(target, sorted(timed), batch=batch))
     nothing = _draft_ms(target, draft, 0, batch)
     deep = (most,) if tree or most == 1 else (1, most)
     ends = [_draft_ms(target, draft, d, batch) for d in deep]
@@ -57,6 +57,23 @@ def measure_costs(
         step = (ends[1] - ends[0]) / (most - 1)
         drafted = (nothing, *(max(0.0, ends[0] + step * (d - 1)) for d in depths[1:]))
     return Costs(depths, rows, forward, drafted)
+
+
+def rising(points: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """The nearest times that never fall as rows are added (isotonic regression, by pooling neighbours).
+
+    Where memory is the bound, one row takes as long as four, and what a measurement makes of that
+    decides whether drafting seems to pay.
+    """
+    pools: list[tuple[float, int]] = []  # mean, count
+    for _, ms in points:
+        mean, count = ms, 1
+        while pools and pools[-1][0] > mean:
+            before, more = pools.pop()
+            mean, count = (before * more + mean * count) / (more + count), more + count
+        pools.append((mean, count))
+    times = [mean for mean, count in pools for _ in range(count)]
+    return tuple((rows, ms) for (rows, _), ms in zip(points, times, strict=True))
 
 
 def by_load(target: Target, draft: Draft, num_draft_tokens: int | None, max_rows: int) -> ByLoad:
@@ -146,11 +163,15 @@ def forward_times(
     repeats: int = REPEATS,
     batch: int = 1,
 ) -> tuple[tuple[int, float], ...]:
-    """(rows, ms) of a forward of so many tokens behind cached ones in each row of a batch, medians."""
+    """(rows, ms) of a forward of so many tokens behind cached ones in each row of a batch: the mean of
+    the faster half, since what disturbs a measurement only ever adds."""
     context = min(context, target.info.context_length - max(rows) - 1)
     timer = ForwardTimer(target, rows, context, (batch,))
     timer.run(WARM_UP + repeats)
-    return tuple((k, median) for (_, k), (median, _) in timer.medians().items())
+    return tuple(
+        (k, statistics.mean(sorted(seen[WARM_UP:])[: (repeats + 1) // 2]))
+        for (_, k), seen in timer.times.items()
+    )
 
 
 def pick_threads(target: Target) -> tuple[int, dict[int, float]] | None:
@@ -196,5 +217,5 @@ def _draft_ms(target: Target, draft: Draft, depth: int, batch: int) -> float:
     )
     capacity = min(target.info.context_length, len(prompt) + params.max_tokens + 1)
     engine = Engine(target, draft, max_rows=batch, capacity=capacity, num_draft_tokens=depth)
-    done = engine.complete([prompt] * batch, [params] * batch)[0].metrics
-    return (done.decode_ms - done.forward_ms) / max(1, done.target_forwards)
+    tries = [engine.complete([prompt] * batch, [params] * batch)[0].metrics for _ in range(TRIES)]
+    return min((m.decode_ms - m.forward_ms) / max(1, m.target_forwards) for m in tries)
