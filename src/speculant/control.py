@@ -95,7 +95,7 @@ GUESS = (1.0, 4.0, 2.0)
 GAIN, GAIN_TOGETHER = 1.05, 1.12
 """What drafting must promise over plain decoding, of one row and of several: rates are estimates, the
 best is chosen, and where few rows of a batch draft, they pay for a draft's passes alone."""
-HOPE, WORTH = 0.9, 1.2
+HOPE, WORTH = 0.9, 1.3
 """A trial must promise something: at conditional acceptance HOPE, WORTH times plain decoding."""
 
 
