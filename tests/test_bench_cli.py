@@ -136,8 +136,8 @@ def test_the_report_counts_what_was_appended(target: FakeTarget, questions: Path
         assert one["tokens"] == sum(map(len, answers))
         assert one["counters"]["num_emitted_tokens"] == 2 * one["tokens"]
         assert one["agreement"] == {"prompts": 4, "same": 4, "first_difference": {}}
-        filled = [*answers, *answers[:2]]  # four prompts in groups of three
-        assert three["tokens"] == sum(map(len, filled))
+        most = 3 * one["tokens"]  # four prompts, in a group of twelve for a batch of three
+        assert most / 2 < three["tokens"] <= most  # the clock stops when the batch empties
         assert three["agreement"]["same"] == 4
         assert set(one["per_task"]) == set(TASKS)
         assert three["per_task"] == {}
@@ -153,7 +153,6 @@ def test_the_report_counts_what_was_appended(target: FakeTarget, questions: Path
     assert report["versions"]["neighbour"] == "1.2"
     assert "absent does not start: it is not here" in report["notes"]
     assert any("repeats questions" in note for note in report["notes"])
-    assert any("cost at batch 1" in note for note in report["notes"])
     assert [(a["name"], a["temperature"]) for a in report["adapted"]] == [
         ("eagle3@auto", 0), ("eagle3@auto", 1)
     ]  # fmt: skip

@@ -24,7 +24,7 @@ from speculant.cli import app
 from speculant.control import ByConfidence, Costs
 from speculant.decode import Decoder, Row
 from speculant.drafts import load_draft
-from speculant.drafts.base import DraftRow, Prices
+from speculant.drafts.base import DraftRow
 from speculant.drafts.eagle import EagleDraft
 from speculant.drafts.eagle_tree import FIXED, Trust, likeliest
 from speculant.engine import Engine, generate, generate_many
@@ -32,6 +32,7 @@ from speculant.heads.eagle1 import Eagle1Config, Eagle1Head
 from speculant.heads.weights import save_head
 from speculant.history import History
 from speculant.metrics import Counters
+from speculant.prices import Prices
 from speculant.proposal import Proposal
 from speculant.sampling import Random, SamplingParams
 from speculant.text import TextStream

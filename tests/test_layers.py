@@ -12,6 +12,7 @@ ANY = {"*"}
 
 ALLOWED: dict[str, set[str]] = {
     "proposal": set(),
+    "prices": set(),
     "pictures": set(),
     "sampling": set(),
     "cache": set(),
@@ -28,8 +29,10 @@ ALLOWED: dict[str, set[str]] = {
     "tree": {"proposal", "sampling"},
     "verify": {"proposal", "sampling"},
     "target": {"cache", "attention", "native"},
-    "control": {"cost", "metrics"},
-    "drafts": {"heads", "tree", "history", "sampling", "proposal", "cache", "attention", "target"},
+    "control": {"cost", "metrics", "prices"},
+    "drafts": {
+        "heads", "tree", "history", "sampling", "proposal", "prices", "cache", "attention", "target",
+    },
     "decode": {
         "target", "drafts.base", "verify", "tree", "cache", "sampling", "proposal", "control",
         "metrics", "text", "step",

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from .cost.formulas import expected_tokens
 from .cost.latency import interpolate
-from .drafts.base import Prices
+from .prices import Prices
 
 
 @dataclass

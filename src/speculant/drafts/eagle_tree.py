@@ -31,9 +31,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ..prices import Prices
 from ..proposal import ROOT
 from ..tree import best_nodes, node_paths
-from .base import DraftRow, Prices
+from .base import DraftRow
 from .eagle_head import CachedHead, Paths
 
 Tree = tuple[list[int], list[int]]
