@@ -4,7 +4,8 @@
 costs against what it will commit, from the acceptance that the request has shown so far; drafting
 nothing is one of the choices. Its costs are measured once and then stay, and a decision reads the
 request's own history alone, so that a request's output depends on nothing else in the batch.
-`ByLoad` does so by the costs of as many rows as a round has: what pays alone may cost in a batch.
+`ByLoad` goes by the costs of as many rows as a round has, since what pays alone may cost in a batch,
+and lets requests start from what others have shown; not where a text would depend on it.
 `ByConfidence` is for trees that a draft chooses node by node: it says what a node must be worth.
 """
 
