@@ -72,6 +72,8 @@ def recipe_for(settings: TrainSettings, target: Target) -> Recipe:
     if settings.budget_s is not None:
         size = 48 if settings.budget_s >= 900 else 16
         recipe = replace(recipe, conversations=size, documents=0.15, long=0.0, max_tokens=256)
+    if settings.begun is not None:
+        recipe = replace(recipe, begun=settings.begun)
     if settings.documents is not None:
         recipe = replace(recipe, documents=settings.documents)
     if settings.long is not None:
@@ -109,7 +111,7 @@ def maker_for(
 ) -> Maker:
     """Requests the target writes itself, or those of a file."""
     if conversations is None:
-        return ShardMaker(target.tokenizer, recipe)
+        return ShardMaker(target.tokenizer, recipe, target.info.vocab_size)
     given = settings.answers == "given"
     return FileMaker(target.tokenizer, conversations, recipe, given)
 

@@ -81,8 +81,8 @@ class Opening:
     params: SamplingParams
 
 
-def opening(tokenizer: Tokenizer, seed: int = 0, max_tokens: int = 160) -> Opening:
-    """Take the chat template apart around the user's text.
+def opening(tokenizer: Tokenizer, begun: str = "", max_tokens: int = 160) -> Opening:
+    """Take the chat template apart around the user's text, or behind what is `begun` of it.
 
     Raises ValueError for a model without a chat template.
     """
@@ -91,20 +91,20 @@ def opening(tokenizer: Tokenizer, seed: int = 0, max_tokens: int = 160) -> Openi
             "the target has no chat template, so it cannot write its own requests: pass "
             "--prompts FILE, texts that it then goes on with"
         )
-    marked = tokenizer.chat([{"role": "user", "content": MARK}])
-    plain = tokenizer.chat([{"role": "user", "content": ""}])
+    marked = tokenizer.chat([{"role": "user", "content": begun + MARK}])
+    plain = tokenizer.chat([{"role": "user", "content": begun}])
     shared = 0
     while shared < min(len(marked), len(plain)) and marked[shared] == plain[shared]:
         shared += 1
     # the ids before the mark; the mark's own first token may differ from an empty text's
-    params = SamplingParams(max_tokens=max_tokens, temperature=1.0, top_p=0.95, seed=seed)
+    params = SamplingParams(max_tokens=max_tokens, temperature=1.0, top_p=0.95)
     return Opening(tuple(marked[:shared]), params)
 
 
-def usable(text: str) -> bool:
+def usable(text: str, longest: int = LONGEST) -> bool:
     """True for a request worth answering: of fair length, printable, no repetition loop."""
     text = text.strip()
-    if not SHORTEST <= len(text) <= LONGEST or "\ufffd" in text or "<|" in text:
+    if not SHORTEST <= len(text) <= longest or "\ufffd" in text or "<|" in text:
         return False
     return any(c.isalpha() for c in text) and not looping(text)
 

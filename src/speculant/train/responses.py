@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..sampling import SamplingParams
 from ..target.base import Tokenizer
+from .beginnings import SHORT, TEXT, Words, begin, words_of
 from .prompts import (
     Message,
     Unique,
@@ -69,9 +70,12 @@ class Recipe:
     """What a shard is made of.
 
     conversations: synthesised requests a shard starts from
-    documents:     share of them that become a long text and a task about it
+    begun:         share of them that begin with a kind of task and a random word, see `beginnings`,
+                   and are answered as they are, in half of max_tokens, so that there are more;
+                   none where the vocabulary holds no words
+    documents:     share of the others that become a long text and a task about it
     pairs:         share of the documents that stand in one request with another one
-    relays:        share of the others that become a problem, a question or a text that the target
+    relays:        share of the rest that become a problem, a question or a text that the target
                    writes and is then asked about, as users ask: maths, facts, translation, code
     long:          share of what is left that becomes a long conversation: a document, then turn upon
                    turn about it until the context is full, so that late positions are learnt too
@@ -85,6 +89,7 @@ class Recipe:
     """
 
     conversations: int = 320
+    begun: float = 0.5
     documents: float = 0.25
     pairs: float = 0.3
     relays: float = 0.3
@@ -99,9 +104,11 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.conversations < 1 or not self.temperatures:
             raise ValueError("a shard needs at least one conversation and one temperature")
-        shares = (self.documents, self.pairs, self.relays, self.long, self.turns)
+        shares = (self.begun, self.documents, self.pairs, self.relays, self.long, self.turns)
         if not all(0 <= share <= 1 for share in shares):
-            raise ValueError("documents, pairs, relays, long and turns are shares between 0 and 1")
+            raise ValueError(
+                "begun, documents, pairs, relays, long and turns are shares between 0 and 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -116,15 +123,20 @@ class Sample:
 class ShardMaker:
     """Makes shards: synthesise requests, answer them, go on with further turns and documents."""
 
-    def __init__(self, tokenizer: Tokenizer, recipe: Recipe) -> None:
-        """Raises ValueError for a target without a chat template."""
+    def __init__(self, tokenizer: Tokenizer, recipe: Recipe, vocab_size: int = 0) -> None:
+        """vocab_size: tokens among which words are looked for, see `beginnings`.
+
+        Raises ValueError for a target without a chat template.
+        """
         self.tokenizer, self.recipe = tokenizer, recipe
+        self.words = words_of(tokenizer, vocab_size) if recipe.begun else None
         self.opening = opening(tokenizer)
 
     def make(self, index: int) -> Talk[list[Sample]]:
         """The samples of one shard."""
         rng = random.Random(f"{self.recipe.seed}/{index}")
-        requests = yield from self._requests(rng)
+        begun = round(self.recipe.conversations * self.recipe.begun) if self.words else 0
+        requests = yield from self._requests(self.recipe.conversations - begun, rng)
         documents = round(len(requests) * self.recipe.documents)
         relays = documents + round((len(requests) - documents) * self.recipe.relays)
         longs = relays + round((len(requests) - relays) * self.recipe.long)
@@ -133,18 +145,34 @@ class ShardMaker:
         sets = self._sets(requests[:documents], rng)
         talks += [self._documents(texts, _own(rng)) for texts in sets]
         talks += [self._relay(text, _own(rng)) for text in requests[documents:relays]]
+        talks += [self._begun(self.words, _own(rng)) for _ in range(begun) if self.words]
         talks += [self._turns([_user(text)], _own(rng), 3) for text in requests[longs:]]
         made: list[list[Sample]] = yield talks
         return [sample for samples in made for sample in samples]
 
-    def _requests(self, rng: random.Random) -> Talk[list[str]]:
+    def _requests(self, wanted: int, rng: random.Random) -> Talk[list[str]]:
         """Distinct, usable requests; one in three of what the target writes is thrown away."""
-        wanted, unique = self.recipe.conversations, Unique()
-        start = self.opening
+        start, unique = self.opening, Unique()
         params = [_with(start.params, 0.9, rng) for _ in range(wanted + wanted // 2)]
         answers: list[Answer] = yield [single((list(start.ids), mine)) for mine in params]
         texts = [a.text.strip() for a in answers if a.finish_reason == "stop"]
         return [text for text in texts if usable(text) and unique(text)][:wanted]
+
+    def _begun(self, words: Words, rng: random.Random) -> Talk[list[Sample]]:
+        """A user's turn that begins with a random word, and up to two answers behind it."""
+        begun = begin(words, rng)
+        text, ended = yield from self._go_on(begun.text, begun.most, rng)
+        if begun.ask:
+            text, ended = yield from self._go_on(f"{text.rstrip()}\n{begun.ask}", SHORT, rng)
+        if not (ended or begun.most == TEXT) or not usable(text, 5 * TEXT):
+            return []
+        return (yield from self._turns([_user(text.strip())], rng, 2, self.recipe.max_tokens // 2))
+
+    def _go_on(self, text: str, most: int, rng: random.Random) -> Talk[tuple[str, bool]]:
+        """A user's turn as the target goes on with it, and whether it came to an end."""
+        start = opening(self.tokenizer, text, most)
+        answer = yield list(start.ids), _with(start.params, 0.9, rng)
+        return text + answer.text, answer.finish_reason == "stop"
 
     def _sets(self, requests: Sequence[str], rng: random.Random) -> Iterator[list[str]]:
         """Requests for documents, one by one or two that will stand together."""
@@ -194,11 +222,14 @@ class ShardMaker:
             samples += yield from self._turns([asked], rng, 2)
         return samples
 
-    def _turns(self, messages: list[Message], rng: random.Random, most: int) -> Talk[list[Sample]]:
-        """A conversation that goes on for up to `most` turns."""
+    def _turns(
+        self, messages: list[Message], rng: random.Random, most: int, tokens: int | None = None
+    ) -> Talk[list[Sample]]:
+        """A conversation that goes on for up to `most` turns, of `tokens` or the recipe's."""
         samples: list[Sample] = []
         for turn in range(1, most + 1):
-            answer = yield from self._answer(messages, samples, rng, self.recipe.max_tokens)
+            limit = tokens or self.recipe.max_tokens
+            answer = yield from self._answer(messages, samples, rng, limit)
             if answer is None or turn == most or rng.random() >= self.recipe.turns:
                 break
             messages = [*messages, _assistant(answer.text), _user(second_turn(rng))]
