@@ -68,9 +68,12 @@ def train(
     answers: Answers = "target",
     features: Features = "auto",
     draft_vocab_size: Annotated[
-        int,
-        typer.Option("--draft-vocab-size", help="Most frequent answer tokens that are drafted."),
-    ] = 8192,
+        int | None,
+        typer.Option(
+            "--draft-vocab-size",
+            help="Most frequent answer tokens that are drafted. Default: 8192, or --init's.",
+        ),
+    ] = None,
     taps: Annotated[
         str | None, typer.Option("--taps", help="EAGLE-3: layers to read, as 2,15,27.")
     ] = None,
@@ -145,9 +148,11 @@ def train(
             show_one(settings)
             return
         from ..pipeline.run import train as run
+        from ..train.settings import end_processes
 
         with watching() as watch:
             result = run(settings, shlex.join(["speculant", *sys.argv[1:]]), watch)
+        end_processes()
         if as_json:
             typer.echo(json.dumps({**asdict(result), "out": str(settings.out)}))
         if not result.finished:
@@ -171,9 +176,15 @@ def data(
     prompts: Prompts = None,
     answers: Answers = "target",
     features: Features = "auto",
+    begun: Annotated[
+        float | None,
+        typer.Option("--begun", help="Share of requests that begin with a task and a random word."),
+    ] = None,
     documents: Annotated[
         float | None,
-        typer.Option("--documents", help="Share of requests that become a long text and its task."),
+        typer.Option(
+            "--documents", help="Share of the others that become a long text and its task."
+        ),
     ] = None,
     long: Annotated[
         float | None,
@@ -204,6 +215,7 @@ def data(
             prompts=prompts,
             answers=answers,
             features=features,
+            begun=begun,
             documents=documents,
             long=long,
             turns=turns,

@@ -25,11 +25,12 @@ from ..train.init import (
     init_eagle3,
     layer_sizes,
     pair_scale,
+    with_vocabulary,
 )
 from ..train.loop import Objective
 from ..train.medusa import MedusaObjective
 from ..train.vanilla import VanillaObjective, start_from_layers
-from .settings import STARTS, TrainSettings
+from .settings import STARTS, VOCABULARY, TrainSettings
 
 SCALED_BATCHES = 8
 """Batches of about a thousand answer tokens that the size of tapped channels is taken from."""
@@ -50,12 +51,16 @@ class Vocabulary:
 
 
 def vocabulary_for(settings: TrainSettings, corpus: Corpus, target: Target) -> Vocabulary:
-    """The tokens to learn: those of the head that training starts from, else the most frequent."""
+    """The tokens to learn: those of the head that training starts from, else the most frequent.
+
+    A head may be given another size than it had: then its tokens are chosen anew too.
+    """
     if settings.kind == "eagle3" and settings.init not in STARTS:
         head = load_head(Path(settings.init))
-        if isinstance(head, Eagle3Head):
+        wanted = settings.draft_vocab_size
+        if isinstance(head, Eagle3Head) and wanted in (None, head.config.draft_vocab_size):
             return _vocabulary(head.target_ids, corpus.counts(target.info.vocab_size))
-    return choose_vocabulary(corpus, target, settings.draft_vocab_size)
+    return choose_vocabulary(corpus, target, _vocabulary_size(settings, target))
 
 
 def choose_vocabulary(corpus: Corpus, target: Target, size: int) -> Vocabulary:
@@ -75,6 +80,11 @@ def choose_vocabulary(corpus: Corpus, target: Target, size: int) -> Vocabulary:
     return _vocabulary(ids, counts)
 
 
+def _vocabulary_size(settings: TrainSettings, target: Target) -> int:
+    """Tokens of a vocabulary that is chosen anew."""
+    return settings.draft_vocab_size or min(VOCABULARY, target.info.vocab_size)
+
+
 def _vocabulary(ids: Tensor, counts: Tensor) -> Vocabulary:
     """Some ids, against how often each token of the target is an answer's, [V]."""
     coverage = float(counts[ids].sum()) / max(1, int(counts.sum()))
@@ -91,7 +101,7 @@ def _check_vocabulary(size: int, target: Target) -> None:
 
 def check_sizes(settings: TrainSettings, target: Target) -> None:
     """Refuse what the target is too small for, before any data is made."""
-    _check_vocabulary(settings.draft_vocab_size, target)
+    _check_vocabulary(_vocabulary_size(settings, target), target)
     taps_for(settings, target)
     if settings.kind == "vanilla":
         spread_layers(settings.layers, target.info.num_layers)
@@ -131,7 +141,7 @@ def build(
         settings, target, vocabulary.ids.to(target.info.device), features
     )
     if settings.init not in STARTS:
-        start_from_head(head, Path(settings.init))
+        start_from_head(head, Path(settings.init), target)
     if isinstance(head, Eagle3Head | Eagle1Head):
         some = plan(corpus.items, 0, settings.seed, 1024, 8192)[:SCALED_BATCHES]
         batches = [corpus.batch(items).to(target.info.device) for items in some]
@@ -143,14 +153,17 @@ def build(
     return head, objective
 
 
-def start_from_head(head: Head, folder: Path) -> None:
+def start_from_head(head: Head, folder: Path, target: Target) -> None:
     """Take the weights of a trained head of the same kind and sizes, whatever target it was for.
 
-    A head of a model is a good start for the head of its fine-tune. HeadError where it does not fit.
+    A head of a model is a good start for the head of its fine-tune. EAGLE-3's may draft other tokens
+    than it did, see `train.init.with_vocabulary`. HeadError where it does not fit.
     """
     old = load_head(folder)
     if type(old) is not type(head):
         raise HeadError(f"--init {folder}: a head of another kind: start from one of this kind")
+    if isinstance(head, Eagle3Head) and isinstance(old, Eagle3Head):
+        old = with_vocabulary(old, head.target_ids, target)
     mine, theirs = head.state_dict(), old.state_dict()
     wrong = [n for n, t in mine.items() if n not in theirs or theirs[n].shape != t.shape]
     if wrong or len(mine) != len(theirs):

@@ -18,6 +18,10 @@ DATA_SHARE = 0.5
 """Share of a time budget that goes into data: more tokens help a head more than more epochs."""
 
 
+VOCABULARY = 8192
+"""Tokens that a head drafts where nobody says how many, or all of a smaller target's."""
+
+
 @dataclass(frozen=True)
 class TrainSettings:
     """A run of `speculant train`.
@@ -27,9 +31,10 @@ class TrainSettings:
     answer_tokens: data to make, or to use of `data`; epochs: passes over it
     data:          folders of shards to train on instead, the first shard of all is held out
     prompts:       a file of the user's; answers: "target" answers it or the file's are "given"
-    documents, long, turns: shares of the recipe (`train.responses.Recipe`), None for its own
+    begun, documents, long, turns: shares of the recipe (`train.responses.Recipe`), None for its own
     features:      "offline" notes the states on disk, "online" computes them every step
     init:          "target": from its LM head or layers; "random"; or the folder of a head of the kind
+    draft_vocab_size: tokens that are drafted, None for VOCABULARY or those of the head in `init`
     steps:         EAGLE-3's unrolled draft positions; single: share of the run with one step
     """
 
@@ -43,7 +48,7 @@ class TrainSettings:
     prompts: Path | None = None
     answers: str = "target"
     features: str = "auto"
-    draft_vocab_size: int = 8192
+    draft_vocab_size: int | None = None
     taps: tuple[int, ...] | None = None
     steps: int = 5
     single: float = 0.5
@@ -56,6 +61,7 @@ class TrainSettings:
     precision: str = "auto"
     device: str = "cpu"
     init: str = "target"
+    begun: float | None = None
     documents: float | None = None
     long: float | None = None
     turns: float | None = None
@@ -76,7 +82,7 @@ class TrainSettings:
                 raise ValueError(f"{name}: {value!r} is not one of {', '.join(known)}")
         for name in ("answer_tokens", "epochs", "draft_vocab_size", "steps", "heads", "layers",
                      "lr", "batch_answers", "rows"):  # fmt: skip
-            if not getattr(self, name) > 0:
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 option = "--" + name.replace("_", "-")
                 raise ValueError(f"{option} is {getattr(self, name)}: it must be above 0")
         if not 0 <= self.ema < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,6 +63,33 @@ def init_eagle3(head: Eagle3Head, target: Target) -> None:
     size = head.config.hidden_size
     head.fc.weight.mul_(0.3)
     head.fc.weight[:, -size:] += torch.eye(size, device=head.fc.weight.device)
+
+
+@torch.no_grad()
+def with_vocabulary(head: Eagle3Head, ids: Tensor, target: Target) -> Eagle3Head:
+    """The head with these target ids [Vd] as its draft vocabulary; itself where they are its own.
+
+    The LM head's rows of tokens that it had are kept. Training has turned them away from the
+    target's, all in much the same way: the linear map that comes nearest to taking the target's rows
+    to the head's, over the tokens that it had, takes the new tokens' there too.
+    """
+    ids, old = ids.unique().to(head.target_ids.device), head.target_ids
+    if torch.equal(ids, old):
+        return head
+    new = Eagle3Head(replace(head.config, draft_vocab_size=len(ids)))
+    new.load_state_dict(
+        {n: t for n, t in head.state_dict().items() if not n.startswith(("lm_head", "d2t", "t2d"))},
+        strict=False,
+    )
+    new.set_vocabulary(ids)
+    wanted, had = lm_head_rows(target, ids), lm_head_rows(target, old)
+    rows = head.lm_head.weight
+    gram = had.T @ had
+    ridge = 1e-3 * gram.diagonal().mean() * torch.eye(len(gram), device=gram.device)
+    new.lm_head.weight.copy_(wanted @ torch.linalg.solve(gram + ridge, had.T @ rows))
+    kept = torch.isin(ids, old)
+    new.lm_head.weight[kept] = rows[torch.searchsorted(old, ids[kept])]
+    return new
 
 
 class PerChannel(nn.Module):

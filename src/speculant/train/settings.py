@@ -106,3 +106,14 @@ def accelerator_for(precision: str, device: str = "cpu") -> Accelerator:
         cpu=device == "cpu",
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=PATIENCE_S))],
     )
+
+
+def end_processes() -> None:
+    """Take the processes' group down once all have come here, where there is one.
+
+    Gloo's threads may abort a process that ends while its group is up.
+    """
+    group = torch.distributed
+    if group.is_available() and group.is_initialized():
+        group.barrier()
+        group.destroy_process_group()
