@@ -24,7 +24,8 @@ from fake import FakeTarget, FakeTokenizer
 from speculant.drafts import load_draft
 from speculant.drafts.none import NoDraft
 from speculant.engine import generate_many
-from speculant.heads.weights import load_head
+from speculant.heads.eagle3 import Eagle3Head
+from speculant.heads.weights import load_head, save_head
 from speculant.pipeline import run as pipeline
 from speculant.pipeline.build import Vocabulary, choose_vocabulary, noted_taps, spread_layers
 from speculant.pipeline.data import (
@@ -40,6 +41,7 @@ from speculant.pipeline.settings import TrainSettings, parse_seconds, parse_taps
 from speculant.sampling import SamplingParams
 from speculant.target.base import Target
 from speculant.target.load import load_target
+from speculant.train.losses import lm_head_rows
 from speculant.train.responses import (
     Answer,
     Recipe,
@@ -580,7 +582,7 @@ def test_a_budget_counts_steps_of_the_whole_epoch(monkeypatch: pytest.MonkeyPatc
 
     class Steps:
         class objective:  # noqa: N801
-            begin = staticmethod(lambda share: None)
+            begin = staticmethod(lambda share, step: None)
 
         class optimizer:  # noqa: N801
             zero_grad = staticmethod(lambda set_to_none: None)
@@ -643,3 +645,39 @@ def test_a_run_may_start_from_a_head(kind: str, model: Path, data: Path, tmp_pat
     other = wanted("medusa", model, tmp_path / "other", data=(data,), init=str(first.out))
     with pytest.raises(ValueError, match="a head of another kind"):
         train(other, "x", News().watch)
+
+
+def test_a_head_goes_on_with_another_draft_vocabulary(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    """Rows of tokens that it had are kept, those of new ones follow the map that the others show."""
+    target = load_target(model)
+    old = tmp_path / "old"
+    train(wanted("eagle3", model, old, data=(data,), draft_vocab_size=120), "", News().watch)
+    head = load_head(old)
+    assert isinstance(head, Eagle3Head)
+    whole = lm_head_rows(target, torch.arange(target.info.vocab_size))
+    turn = torch.linalg.qr(torch.randn(whole.shape[1], whole.shape[1])).Q * 1.3
+    with torch.no_grad():
+        head.lm_head.weight.copy_(whole[head.target_ids] @ turn)
+    save_head(head, old)
+    more = wanted(
+        "eagle3", model, tmp_path / "new", data=(data,), init=str(old), lr=1e-12, epochs=0.1,
+        draft_vocab_size=200,
+    )  # fmt: skip
+    train(more, "", News().watch)
+    new = load_head(more.out)
+    assert isinstance(new, Eagle3Head)
+    assert (len(head.target_ids), len(new.target_ids)) == (120, 200)
+    # in the file weights are bfloat16, as the old head's were when it was read
+    close = {"atol": 0.02, "rtol": 0.02}
+    torch.testing.assert_close(new.lm_head.weight, whole[new.target_ids] @ turn, **close)
+    torch.testing.assert_close(new.fc.weight, head.fc.weight, **close)
+    torch.testing.assert_close(
+        new.midlayer.mlp.up_proj.weight, head.midlayer.mlp.up_proj.weight, **close
+    )
+    same = replace(more, out=tmp_path / "same", draft_vocab_size=None)
+    train(same, "", News().watch)
+    kept = load_head(same.out)
+    assert isinstance(kept, Eagle3Head)
+    assert torch.equal(kept.target_ids, head.target_ids)  # where nobody asks, its own

@@ -42,6 +42,9 @@ def free_port() -> int:
         return port
 
 
+END = "from speculant.train.settings import end_processes; end_processes()"
+
+
 def together(code: str) -> list[str]:
     """Run code in two processes that find each other over gloo; what each printed."""
     port, running = str(free_port()), []
@@ -52,7 +55,7 @@ def together(code: str) -> list[str]:
             "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": path,
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        command = [sys.executable, "-c", f"{code}; test_processes.leave()"]
+        command = [sys.executable, "-c", f"{code}; {END}"]
         pipe = subprocess.PIPE
         running.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
     try:
@@ -64,20 +67,13 @@ def together(code: str) -> list[str]:
     return [out for out, _ in done]
 
 
-def leave() -> None:
-    """Take the process group down: gloo's threads may abort a process that ends with one up."""
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-
-
 def worker(data: str, out: str) -> None:
     """One of two processes: gradients of its own batch, then a run to the end."""
     torch.set_num_threads(1)
     target, rank = FakeTarget(seed=1), int(os.environ["RANK"])
     mine = trainer(Path(data), Path(out) / "run", objective(target), total_steps=3)
     items = mine.corpus.items
-    mine.objective.begin(1.0)
+    mine.objective.begin(1.0, 0)
     outcome = mine.backward(([items[1]], [items[0], items[4]])[rank])
     gradients = {n: p.grad for n, p in mine.module.named_parameters() if p.grad is not None}
     save_file(gradients, Path(out) / f"gradients-{rank}.safetensors")
@@ -120,6 +116,7 @@ def test_two_processes_have_the_gradient_of_one(
     )
     news = [json.loads(text.splitlines()[-1]) for text in done]
     single = trainer(data, tmp_path / "one", objective(target))
+    single.objective.begin(1.0, 0)  # as the workers
     items = single.corpus.items
     losses = [
         single.objective.loss(single.corpus.batch(part))

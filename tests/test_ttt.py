@@ -306,11 +306,30 @@ def test_every_parameter_has_a_gradient(target: FakeTarget) -> None:
 def test_single_steps_come_first(target: FakeTarget) -> None:
     mine, batch = objective(target, steps=4, single=0.5), make_batch([_row(3, 7)])
     for share, steps in ((0.0, 1), (0.49, 1), (0.5, 4), (1.0, 4)):
-        mine.begin(share)
+        mine.begin(share, 0)
         assert len(mine.loss(batch).steps) == steps
     for wrong in ({"steps": 0}, {"single": 1.5}, {"kind": "mse"}):
         with pytest.raises(ValueError, match="out of range"):
             objective(target, **wrong)
+
+
+def test_deeper_steps_are_run_as_often_as_they_weigh(target: FakeTarget) -> None:
+    """Over many steps the mean loss is that of weights decay^k; any few steps have that mix nearly."""
+    mine, batch = objective(target, steps=4, decay=0.7), make_batch([_row(3, 7)])
+    mine.head.eval()
+    with torch.no_grad():
+        weighted = float(mine.loss(batch).loss)  # before a run begins: all steps, by their weights
+        losses, depths = [], []
+        for step in range(100, 300):
+            mine.begin(1.0, step)
+            depths.append(mine.active)
+            losses.append(float(mine.loss(batch).loss))
+    assert sum(losses) / len(losses) == pytest.approx(weighted, rel=0.01)
+    for k in range(4):
+        assert sum(d > k for d in depths) / 200 == pytest.approx(0.7**k, abs=0.01)
+        assert all(
+            abs(sum(d > k for d in depths[i : i + 20]) / 20 - 0.7**k) < 0.11 for i in range(180)
+        )
 
 
 def trained(target: FakeTarget, steps: int) -> tuple[Eagle3Objective, Batch, list[list[float]]]:

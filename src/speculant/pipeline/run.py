@@ -278,9 +278,9 @@ def _seconds(trainer: Trainer, batches: list[list[Item]], share: float) -> float
 
     Batches are of like answer tokens and of very unlike lengths: the first few would tell little.
     """
-    trainer.objective.begin(share)
     times: list[float] = []
-    for items in [batches[0], *batches[:: max(1, len(batches) // TIMED)][:TIMED]]:
+    for i, items in enumerate([batches[0], *batches[:: max(1, len(batches) // TIMED)][:TIMED]]):
+        trainer.objective.begin(share, i)
         start = time.perf_counter()
         trainer.backward(items)
         trainer.optimizer.zero_grad(set_to_none=True)

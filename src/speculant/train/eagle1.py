@@ -115,7 +115,7 @@ class Eagle1Objective:
         self.vocabulary = Vocabulary.of(target, head.target_ids if ids is None else ids)
         head.bind(target.unembed)
 
-    def begin(self, share: float) -> None:
+    def begin(self, share: float, step: int) -> None:
         """The objective is the same all along."""
 
     def loss(self, batch: Batch) -> Outcome:

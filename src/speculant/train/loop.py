@@ -38,8 +38,8 @@ class Objective(Protocol):
         """Sum over supervised tokens, their count, and each draft position's figures."""
         ...
 
-    def begin(self, share: float) -> None:
-        """Called before every step with the share of the run that is done."""
+    def begin(self, share: float, step: int) -> None:
+        """Called before every step with its number and the share of the run that is done."""
         ...
 
     def score(self, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ class Trainer:
         lr = rate(self.settings, self.progress.step, self.progress.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.objective.begin(self.progress.step / self.progress.total_steps)
+        self.objective.begin(self.progress.step / self.progress.total_steps, self.progress.step)
         outcome = self.backward(items)
         norm = float(nn.utils.clip_grad_norm_(self.parameters, self.settings.clip))
         if not math.isfinite(norm):

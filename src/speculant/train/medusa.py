@@ -106,7 +106,7 @@ class MedusaObjective:
         self.vocabulary = Vocabulary.of(target, whole if ids is None else ids)
         head.bind(target.unembed)
 
-    def begin(self, share: float) -> None:
+    def begin(self, share: float, step: int) -> None:
         """The objective is the same all along."""
 
     def loss(self, batch: Batch) -> Outcome:

@@ -76,7 +76,7 @@ class VanillaObjective:
         whole = torch.arange(target.info.vocab_size, device=device)
         self.vocabulary = Vocabulary.of(target, whole if ids is None else ids)
 
-    def begin(self, share: float) -> None:
+    def begin(self, share: float, step: int) -> None:
         """The objective is the same all along."""
 
     def loss(self, batch: Batch) -> Outcome:
