@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from .cache import KVCache
 from .constraint import ConstrainedHistory, Constraint
@@ -71,13 +74,16 @@ class Admission:
         self.slots = Slots(len(cache.lengths))
         self.waiting: FairQueue[Request] = FairQueue()
 
-    def admit(self, lanes: list[Lane]) -> list[Request]:
+    def admit(self, lanes: list[Lane], running: Sequence[Request]) -> list[Request]:
         """Give free slots to waiting requests, as long as there are both."""
         admitted = []
+        load = Counter(request.lane.index for request in running)
+        load.update(r.lane.index for r in islice(self.waiting, len(self.slots)))
         while self.waiting and self.slots:
             request = self.waiting.pop()
             taken = self.slots.take(request.ids)
             request.row = self._row(request, taken.slot)
+            request.row.asleep = _sleeps(request, load[request.lane.index])
             request.reused = request.cached = self._open(request, taken, lanes)
             admitted.append(request)
         return admitted
@@ -86,13 +92,14 @@ class Admission:
         """Free a request's slot. sound: it ended by itself; else NaN may lie in its row."""
         row, lane = request.running, request.lane
         if self.reuse and sound:
-            self.slots.hold(row.slot, row.tokens[:-1], lane.index)
+            self.slots.hold(row.slot, row.tokens[:-1], None if row.asleep else lane.index)
             return
         self.cache.truncate(row.slot, 0)
         if not sound:
             used = len(row.tokens) + 1 + lane.draft.info.max_nodes + lane.draft.info.max_window
             self.cache.data[:, :, row.slot, :, :used] = 0
-        lane.draft.close(row.slot)
+        if not row.asleep:
+            lane.draft.close(row.slot)
         self.slots.give(row.slot)
 
     def _row(self, request: Request, slot: int) -> Row:
@@ -115,11 +122,25 @@ class Admission:
         """Make the draft and the cache ready for a request; how many tokens need no prefill."""
         row, kept = request.running, 0
         held, draft = taken.held, request.lane.draft
-        if held and held.lane == request.lane.index and self.reuse and taken.shared:
-            kept = draft.resume(row, min(taken.shared, len(row.tokens) - 1))
+        shared = min(taken.shared, len(row.tokens) - 1) if held and self.reuse else 0
+        if held and held.lane == request.lane.index and shared and not row.asleep:
+            kept = draft.resume(row, shared)
         else:
-            if held:
+            if held and held.lane is not None:
                 lanes[held.lane].draft.close(row.slot)
-            draft.open(row)
+            if row.asleep:
+                kept = shared  # the target's own cache is all that it needs
+            else:
+                draft.open(row)
         self.cache.truncate(row.slot, kept)
         return kept
+
+
+def _sleeps(request: Request, rows: int) -> bool:
+    """Whether a request that begins as one of so many rows of its lane goes without its draft.
+
+    A draft with a window runs it in every row's forward, and is told what came of it.
+    """
+    if request.lane.draft.info.max_window:
+        return False
+    return request.most == 0 or request.lane.control.sleeps(request.params, rows)

@@ -117,6 +117,11 @@ class Control(Protocol):
         """Whether any row of the round at hand could be asked to draft."""
         ...
 
+    def sleeps(self, asked: Asked, rows: int) -> bool:
+        """Whether a request that begins as one of so many rows had better never draft: then its draft
+        need not be kept up to date either, and it is plain decoding, no slower."""
+        ...
+
     def enter(self, rows: Sequence[Asked]) -> None:
         """The next round has these rows: what they were asked with, in any order."""
         ...
@@ -148,6 +153,10 @@ class Fixed:
     def drafts(self) -> bool:
         """See `Control`."""
         return self.num_draft_tokens > 0
+
+    def sleeps(self, asked: Asked, rows: int) -> bool:
+        """Whoever fixed the depth wants it."""
+        return False
 
     def enter(self, rows: Sequence[Asked]) -> None:
         """Whatever the rows, the depth is the same."""
@@ -223,6 +232,10 @@ class Adaptive:
     def drafts(self) -> bool:
         """See `Control`."""
         return self.promising
+
+    def sleeps(self, asked: Asked, rows: int) -> bool:
+        """Where even a very good draft would not pay."""
+        return not self.promising
 
     def enter(self, rows: Sequence[Asked]) -> None:
         """The costs are those of one batch size, whatever comes."""
@@ -374,11 +387,18 @@ class ByLoad:
         """See `Control`."""
         return self._now.drafts
 
+    def sleeps(self, asked: Asked, rows: int) -> bool:
+        """See `Control`."""
+        return self._chosen([asked], rows).sleeps(asked, rows)
+
     def enter(self, rows: Sequence[Asked]) -> None:
         """The next round has these rows. The batch size that was measured nearest to theirs counts."""
-        own = self.samples and not all(params.greedy for params in rows)
-        count = min(self._choices, key=lambda size: abs(size - len(rows)))
-        self._now = self._alone if own else self._choices[count]
+        self._now = self._chosen(rows, len(rows))
+
+    def _chosen(self, asked: Sequence[Asked], rows: int) -> Adaptive:
+        own = self.samples and not all(params.greedy for params in asked)
+        count = min(self._choices, key=lambda size: abs(size - rows))
+        return self._alone if own else self._choices[count]
 
     def budget(self, remaining: int, track: Track) -> int:
         """See `Control`."""
@@ -407,6 +427,10 @@ class ByPart:
     def drafts(self) -> bool:
         """See `Control`."""
         return any(part.drafts for part in self.parts)
+
+    def sleeps(self, asked: Asked, rows: int) -> bool:
+        """Where every part does."""
+        return all(part.sleeps(asked, rows) for part in self.parts)
 
     def enter(self, rows: Sequence[Asked]) -> None:
         """See `Control`."""

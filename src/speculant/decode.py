@@ -53,16 +53,17 @@ class Decoder:
         tokens = torch.tensor([row.tokens[start:end]])
         positions = torch.arange(start, end)[None]
         rows = self.cache.rows([row.slot], end - start)
-        taps = self.draft.info.taps
+        taps = () if row.asleep else self.draft.info.taps
         _, hidden = self.target.forward(tokens, positions, None, rows, taps, need_logits=False)
         self.cache.advance(row.slot, end - start)
-        self.draft.prefill(row, start, None if hidden is None else hidden[0])
+        if not row.asleep:
+            self.draft.prefill(row, start, None if hidden is None else hidden[0])
         row.counters.prefill_ms += _ms_since(began)
 
     def round(self, rows: Sequence[Row]) -> list[Step]:
         """Commit at least one token for every row."""
         began = time.perf_counter()
-        proposal = self._checked(self.draft.propose(rows), rows)
+        proposal = self._checked(self._propose(rows), rows)
         drafted = time.perf_counter()
         logits, hidden, offsets, errors = self._forward(rows, proposal)
         forwarded = time.perf_counter()
@@ -78,6 +79,15 @@ class Decoder:
             row.counters.verify_ms += 1e3 * (verified - drafted)
             row.counters.decode_ms += 1e3 * (ended - began)
         return steps
+
+    def _propose(self, rows: Sequence[Row]) -> Proposal:
+        """The draft's proposal for the rows that are awake, nothing for the others."""
+        awake = _awake(rows)
+        if len(awake) == len(rows):
+            return self.draft.propose(rows)
+        if not awake:
+            return Proposal.chains([[] for _ in rows])
+        return self.draft.propose([rows[b] for b in awake]).spread(awake, len(rows))
 
     def _checked(self, proposal: Proposal, rows: Sequence[Row]) -> Proposal:
         """A proposal that is safe to run: ids in the vocabulary, finite probabilities.
@@ -119,7 +129,7 @@ class Decoder:
         # a window lies behind the nodes' padding, which is then in the middle
         counts = None if proposal.window else [1 + n for n in proposal.num_nodes.tolist()]
         cache = self.cache.rows([row.slot for row in rows], tokens.shape[1], counts=counts)
-        taps = self.draft.info.taps
+        taps = self.draft.info.taps if _awake(rows) else ()
         logits, hidden = self.target.forward(tokens, positions, mask, cache, taps)
         assert logits is not None
         nodes = 1 + proposal.width
@@ -214,9 +224,16 @@ class Decoder:
         hidden: Tensor | None,
     ) -> None:
         """Hand the draft what the round showed."""
-        nodes = 1 + proposal.width
+        nodes, awake = 1 + proposal.width, _awake(rows)
+        if not awake:
+            return
         counts = verdict.num_accepted.tolist()
         paths = [p[:n] for p, n in zip(verdict.path.tolist(), counts, strict=True)]
+        if len(awake) < len(rows):
+            index = torch.tensor(awake, device=logits.device)
+            rows, steps = [rows[b] for b in awake], [steps[b] for b in awake]
+            proposal, paths = proposal.select(index), [paths[b] for b in awake]
+            hidden = None if hidden is None else hidden[index]
         self.draft.update(
             rows,
             Feedback(
@@ -227,6 +244,11 @@ class Decoder:
                 window_logits=None if proposal.window is None else logits[:, nodes:],
             ),
         )
+
+
+def _awake(rows: Sequence[Row]) -> list[int]:
+    """The rows that a draft is told of."""
+    return [b for b, row in enumerate(rows) if not row.asleep]
 
 
 def _own_tokens(rows: Sequence[Row], logits: Tensor, depths: Tensor) -> Tensor:

@@ -131,7 +131,9 @@ class Engine:
         for request in (*self._admission.waiting, *self._running):
             if request.lane.index == lane:
                 if request.row is not None:
-                    request.lane.draft.close(request.row.slot)
+                    if not request.row.asleep:
+                        request.lane.draft.close(request.row.slot)
+                    request.row.asleep = False
                     new.draft.open(request.row)
                 request.lane = new
 
@@ -150,7 +152,8 @@ class Engine:
         lane.control.enter([request.params for request in ready])
         drafts = lane.control.drafts
         for request, row in zip(ready, rows, strict=True):
-            depth = lane.control.budget(row.text.remaining, request.track) if drafts else 0
+            may = drafts and not row.asleep
+            depth = lane.control.budget(row.text.remaining, request.track) if may else 0
             row.budget = depth if request.most is None else min(depth, request.most)
             row.prices = lane.control.prices(request.track)
         pieces = []
@@ -208,7 +211,7 @@ class Engine:
 
     def admit(self) -> dict[int, int]:
         """Give free slots to waiting requests. Request -> prompt tokens that need no prefill."""
-        admitted = self._admission.admit(self.lanes)
+        admitted = self._admission.admit(self.lanes, self._running)
         for request in admitted:
             request.turn = self._turn
         self._running += admitted

@@ -100,6 +100,19 @@ class Proposal:
         probs = None if self.draft_probs is None else self.draft_probs[rows]
         return Proposal(self.tokens[rows], self.parents[rows], probs, self.num_nodes[rows])
 
+    def spread(self, rows: Sequence[int], count: int) -> Proposal:
+        """The proposal of `count` rows, of which `rows` are these and the others draft nothing."""
+        lengths = self.num_nodes.new_zeros(count)
+        tokens = self.tokens.new_zeros(count, self.width)
+        above = torch.arange(ROOT, self.width + ROOT, device=tokens.device).repeat(count, 1)
+        index = torch.tensor(rows, device=tokens.device)
+        tokens[index], above[index], lengths[index] = self.tokens, self.parents, self.num_nodes
+        probs = None
+        if self.draft_probs is not None:
+            probs = self.draft_probs.new_zeros(count, *self.draft_probs.shape[1:])
+            probs[index] = self.draft_probs
+        return Proposal(tokens, above, probs, lengths)
+
     def to(self, device: torch.device) -> Proposal:
         """The same proposal with every tensor on a device."""
         if self.tokens.device == device:

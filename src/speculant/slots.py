@@ -12,10 +12,13 @@ LEAST_SHARED = 16
 
 @dataclass(frozen=True)
 class Held:
-    """What a free slot still holds: the tokens in its cache row, and the lane that put them there."""
+    """What a free slot still holds: the tokens in its cache row, and the lane that put them there.
+
+    lane: None where that lane's draft knows nothing of them
+    """
 
     tokens: tuple[int, ...]
-    lane: int
+    lane: int | None
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class Slots:
         """True while a slot is free."""
         return bool(self._empty or self._held)
 
+    def __len__(self) -> int:
+        """Free slots."""
+        return len(self._empty) + len(self._held)
+
     def take(self, tokens: Sequence[int]) -> Taken:
         """A free slot for a prompt. There must be one."""
         shared = {slot: _shared(held.tokens, tokens) for slot, held in self._held.items()}
@@ -50,7 +57,7 @@ class Slots:
         oldest = next(iter(self._held))
         return Taken(oldest, 0, self._held.pop(oldest))
 
-    def hold(self, slot: int, tokens: Sequence[int], lane: int) -> None:
+    def hold(self, slot: int, tokens: Sequence[int], lane: int | None) -> None:
         """A request left; its row keeps these tokens until the slot is needed."""
         self._held[slot] = Held(tuple(tokens), lane)
 

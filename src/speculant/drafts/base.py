@@ -21,6 +21,7 @@ class DraftRow:
     tokens: prompt and committed output; the last one is the root, not yet in any cache
     budget: the deepest this round's proposal may go; 0 means: draft nothing for this row
     history: what penalties depend on, for a draft that samples through the same transform
+    asleep:  it drafts nothing to its end, and the draft is told nothing of it: no draft sees such a row
     prices: what a node must be worth, for drafts whose `DraftInfo.priced` says so; None: nothing
     """
 
@@ -30,6 +31,7 @@ class DraftRow:
     random: Random
     history: History
     budget: int = 0
+    asleep: bool = False
     prices: Prices | None = None
 
 
