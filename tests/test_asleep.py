@@ -99,8 +99,9 @@ def test_requests_that_begin_together_are_a_crowd_from_the_first(
     assert set(tapped) == {(0, 1)}
 
 
-def test_a_slot_from_asleep_to_awake_and_back(target: FakeTarget) -> None:
-    """A sleeper takes over any cache; a draft that knows nothing of a slot begins from nothing."""
+@pytest.mark.parametrize("name", ["eagle3", "ngram", "vanilla"])
+def test_a_slot_from_asleep_to_awake_and_back(target: FakeTarget, name: str) -> None:
+    """A sleeper takes over any cache; a draft that needs the target's states begins from nothing."""
 
     class Sometimes(Fixed):
         now = False
@@ -109,17 +110,21 @@ def test_a_slot_from_asleep_to_awake_and_back(target: FakeTarget) -> None:
             return Sometimes.now
 
     engine = Engine(
-        target, eagle(target), max_rows=1, capacity=200, control=Sometimes(4), reuse=True
+        target,
+        some_drafts(target)[name],
+        max_rows=1,
+        capacity=200,
+        control=Sometimes(3),
+        reuse=True,
     )
     prompt, last = list(FIRST), False
     for i, asleep in enumerate([True, True, False, False, True, False]):
         Sometimes.now = asleep
         params = SamplingParams(max_tokens=9, temperature=0.0, seed=i, ignore_eos=True)
         out = submit(engine, prompt, params)
-        depth = 0 if asleep else 4
-        cold = generate(target, eagle(target), prompt, params, num_draft_tokens=depth)
-        same(out, cold)
-        assert (out.prompt_tokens > 0) == (i > 0 and (asleep or not last))
+        depth, draft = 0 if asleep else 3, some_drafts(target)[name]
+        same(out, generate(target, draft, prompt, params, num_draft_tokens=depth))
+        assert (out.prompt_tokens > 0) == (i > 0 and (asleep or not last or name != "eagle3"))
         prompt, last = [*prompt, *out.token_ids[:6], 3], asleep
 
 

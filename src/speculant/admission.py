@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from .cache import KVCache
 from .constraint import ConstrainedHistory, Constraint
@@ -77,8 +76,9 @@ class Admission:
     def admit(self, lanes: list[Lane], running: Sequence[Request]) -> list[Request]:
         """Give free slots to waiting requests, as long as there are both."""
         admitted = []
-        load = Counter(request.lane.index for request in running)
-        load.update(r.lane.index for r in islice(self.waiting, len(self.slots)))
+        load, free = Counter(request.lane.index for request in running), len(self.slots)
+        for lane, count in Counter(request.lane.index for request in self.waiting).items():
+            load[lane] += min(count, free)
         while self.waiting and self.slots:
             request = self.waiting.pop()
             taken = self.slots.take(request.ids)
@@ -128,10 +128,10 @@ class Admission:
         else:
             if held and held.lane is not None:
                 lanes[held.lane].draft.close(row.slot)
-            if row.asleep:
-                kept = shared  # the target's own cache is all that it needs
-            else:
+            if not row.asleep:
                 draft.open(row)
+            if row.asleep or not draft.info.taps:
+                kept = shared  # nobody needs more than the target's own cache
         self.cache.truncate(row.slot, kept)
         return kept
 

@@ -55,12 +55,12 @@ def vocabulary_for(settings: TrainSettings, corpus: Corpus, target: Target) -> V
 
     A head may be given another size than it had: then its tokens are chosen anew too.
     """
+    wanted = vocabulary_size(settings, target)
     if settings.kind == "eagle3" and settings.init not in STARTS:
         head = load_head(Path(settings.init))
-        wanted = settings.draft_vocab_size
-        if isinstance(head, Eagle3Head) and wanted in (None, head.config.draft_vocab_size):
+        if isinstance(head, Eagle3Head) and head.config.draft_vocab_size == wanted:
             return _vocabulary(head.target_ids, corpus.counts(target.info.vocab_size))
-    return choose_vocabulary(corpus, target, _vocabulary_size(settings, target))
+    return choose_vocabulary(corpus, target, wanted)
 
 
 def choose_vocabulary(corpus: Corpus, target: Target, size: int) -> Vocabulary:
@@ -80,9 +80,15 @@ def choose_vocabulary(corpus: Corpus, target: Target, size: int) -> Vocabulary:
     return _vocabulary(ids, counts)
 
 
-def _vocabulary_size(settings: TrainSettings, target: Target) -> int:
-    """Tokens of a vocabulary that is chosen anew."""
-    return settings.draft_vocab_size or min(VOCABULARY, target.info.vocab_size)
+def vocabulary_size(settings: TrainSettings, target: Target) -> int:
+    """Tokens that a head learns over: as asked, else as the head that training starts from."""
+    if settings.draft_vocab_size is not None:
+        return settings.draft_vocab_size
+    if settings.kind == "eagle3" and settings.init not in STARTS:
+        head = load_head(Path(settings.init))
+        if isinstance(head, Eagle3Head):
+            return head.config.draft_vocab_size
+    return min(VOCABULARY, target.info.vocab_size)
 
 
 def _vocabulary(ids: Tensor, counts: Tensor) -> Vocabulary:
@@ -101,7 +107,7 @@ def _check_vocabulary(size: int, target: Target) -> None:
 
 def check_sizes(settings: TrainSettings, target: Target) -> None:
     """Refuse what the target is too small for, before any data is made."""
-    _check_vocabulary(_vocabulary_size(settings, target), target)
+    _check_vocabulary(vocabulary_size(settings, target), target)
     taps_for(settings, target)
     if settings.kind == "vanilla":
         spread_layers(settings.layers, target.info.num_layers)
@@ -162,7 +168,11 @@ def start_from_head(head: Head, folder: Path, target: Target) -> None:
     old = load_head(folder)
     if type(old) is not type(head):
         raise HeadError(f"--init {folder}: a head of another kind: start from one of this kind")
-    if isinstance(head, Eagle3Head) and isinstance(old, Eagle3Head):
+    if (
+        isinstance(head, Eagle3Head)
+        and isinstance(old, Eagle3Head)
+        and old.config.vocab_size == head.config.vocab_size
+    ):
         old = with_vocabulary(old, head.target_ids, target)
     mine, theirs = head.state_dict(), old.state_dict()
     wrong = [n for n, t in mine.items() if n not in theirs or theirs[n].shape != t.shape]

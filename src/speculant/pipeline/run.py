@@ -21,7 +21,14 @@ from ..train.loop import Trainer
 from ..train.responses import Sample, read_shard
 from ..train.settings import LoopSettings, accelerator_for, bfloat16_is_native
 from ..train.state import RunFolder
-from .build import build, check_sizes, noted_taps, taps_for, vocabulary_for
+from .build import (
+    build,
+    check_sizes,
+    noted_taps,
+    taps_for,
+    vocabulary_for,
+    vocabulary_size,
+)
 from .curves import plot
 from .data import (
     POSITIONS,
@@ -102,7 +109,7 @@ def _identity(settings: TrainSettings, target: Target) -> dict[str, Any]:
     return {
         "kind": settings.kind, "target": target.info.name, "steps": settings.steps,
         "single": settings.single, "loss": settings.loss, "init": settings.init,
-        "taps": list(taps_for(settings, target)), "draft_vocab_size": settings.draft_vocab_size,
+        "taps": list(taps_for(settings, target)), "draft_vocab_size": vocabulary_size(settings, target),
     }  # fmt: skip
 
 
@@ -199,7 +206,7 @@ def one_sample(settings: TrainSettings) -> tuple[Sample, Tokenizer]:
     if settings.data:
         return read_shard(find_shards(settings.data)[0])[0], target.tokenizer
     recipe = recipe_for(settings, target)
-    recipe = replace(recipe, conversations=2, documents=0.0, relays=0.0, max_tokens=96)
+    recipe = replace(recipe, conversations=2, begun=0.0, documents=0.0, relays=0.0, max_tokens=96)
     talks = EngineTalks(target, None, 2, recipe.longest + 8)
     conversations = conversations_of(settings)
     if conversations and settings.answers == "target":

@@ -102,8 +102,10 @@ def words_of(tokenizer: Tokenizer, vocab_size: int) -> Words | None:
     frequent first, or nearly so.
     """
     names, common = [], []
+    before = tokenizer.encode("a")[-1:]  # some tokenizers leave out a space at a text's beginning
+    skip = len(tokenizer.decode(before))
     for token in range(vocab_size):
-        text = tokenizer.decode([token])
+        text = tokenizer.decode([*before, token])[skip:]
         if re.fullmatch(r" [A-Z][a-z]{2,}", text):
             names.append(text[1:])
         elif re.fullmatch(r" [a-z]{3,}", text):

@@ -23,7 +23,7 @@ class Eagle3Objective:
 
     steps:  unrolled draft positions; 1 is no training-time test
     decay:  weight of step k is decay^k, see `begin`
-    single: share of the run that is trained on one step: it costs a quarter of five, and the head
+    single: share of the run that is trained on one step: it costs a third of the others, and the head
             has to predict from the target's features before it can from its own outputs
     """
 
@@ -37,8 +37,10 @@ class Eagle3Objective:
         kind: str = "cross_entropy",
         single: float = 0.0,
     ) -> None:
-        if steps < 1 or not 0 <= single <= 1 or kind not in LOSSES:
-            raise ValueError(f"steps {steps} or single {single} or loss {kind!r} out of range")
+        if steps < 1 or not 0 <= single <= 1 or not 0 < decay <= 1 or kind not in LOSSES:
+            raise ValueError(
+                f"steps {steps}, single {single}, decay {decay} or loss {kind!r} out of range"
+            )
         self.module: nn.Module = head
         self.head, self.target, self.features = head, target, features
         self.steps, self.decay, self.kind, self.single = steps, decay, kind, single

@@ -77,10 +77,8 @@ def with_vocabulary(head: Eagle3Head, ids: Tensor, target: Target) -> Eagle3Head
     if torch.equal(ids, old):
         return head
     new = Eagle3Head(replace(head.config, draft_vocab_size=len(ids)))
-    new.load_state_dict(
-        {n: t for n, t in head.state_dict().items() if not n.startswith(("lm_head", "d2t", "t2d"))},
-        strict=False,
-    )
+    own = {n: t for n, t in new.state_dict().items() if n.startswith(("lm_head", "d2t", "t2d"))}
+    new.load_state_dict({**head.state_dict(), **own})
     new.set_vocabulary(ids)
     wanted, had = lm_head_rows(target, ids), lm_head_rows(target, old)
     rows = head.lm_head.weight

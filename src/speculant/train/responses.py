@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -162,16 +162,24 @@ class ShardMaker:
         """A user's turn that begins with a random word, and up to two answers behind it."""
         begun = begin(words, rng)
         text, ended = yield from self._go_on(begun.text, begun.most, rng)
+        if not ended and begun.most != TEXT:
+            return []
         if begun.ask:
             text, ended = yield from self._go_on(f"{text.rstrip()}\n{begun.ask}", SHORT, rng)
-        if not (ended or begun.most == TEXT) or not usable(text, 5 * TEXT):
+            if not ended:
+                return []
+        if not usable(text, 5 * TEXT):
             return []
         return (yield from self._turns([_user(text.strip())], rng, 2, self.recipe.max_tokens // 2))
 
     def _go_on(self, text: str, most: int, rng: random.Random) -> Talk[tuple[str, bool]]:
         """A user's turn as the target goes on with it, and whether it came to an end."""
         start = opening(self.tokenizer, text, most)
-        answer = yield list(start.ids), _with(start.params, 0.9, rng)
+        room = self.recipe.longest - len(start.ids)
+        if room <= 16:
+            return text, False
+        params = _with(start.params, 0.9, rng)
+        answer = yield list(start.ids), replace(params, max_tokens=min(most, room))
         return text + answer.text, answer.finish_reason == "stop"
 
     def _sets(self, requests: Sequence[str], rng: random.Random) -> Iterator[list[str]]:
