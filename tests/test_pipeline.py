@@ -509,8 +509,8 @@ def test_layers_are_spread_evenly() -> None:
 def test_states_are_noted_where_they_fit(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """1000 answer tokens at 1.7 positions: 1700 x 16 x 4 x 2 bytes; a tenth of the disk stays free."""
-    target, need = FakeTarget(), 1700 * 16 * 4 * 2
+    """1000 answer tokens at 1.8 positions: 1800 x 16 x 4 x 2 bytes; a tenth of the disk stays free."""
+    target, need = FakeTarget(), 1800 * 16 * 4 * 2
     settings = wanted("eagle3", model, tmp_path / "h")
     for free, fits in ((need, False), (need / 0.9 + 1, True)):
         usage = SimpleNamespace(free=free)
