@@ -128,6 +128,20 @@ def test_a_slot_from_asleep_to_awake_and_back(target: FakeTarget, name: str) -> 
         prompt, last = [*prompt, *out.token_ids[:6], 3], asleep
 
 
+def test_every_lane_has_its_own_crowd(target: FakeTarget) -> None:
+    """Two groups take turns for places: how many of each will run says who waits, not its place."""
+    engine = Engine(
+        target, eagle(target), max_rows=6, capacity=120, control=Crowded(4),
+        others=[some_drafts(target)["ngram"]],
+    )  # fmt: skip
+    engine.lanes[1].control = Crowded(4)
+    for lane, count in ((0, 5), (1, 3)):
+        for _ in range(count):
+            engine.submit(FIRST, GREEDY, lane=lane, group=lane)
+    engine.admit()
+    assert {r.lane.index: r.running.asleep for r in engine._running} == {0: True, 1: True}
+
+
 def test_a_request_that_may_not_draft_sleeps(target: FakeTarget) -> None:
     engine = Engine(target, eagle(target), max_rows=2, capacity=200, reuse=True)
     out = submit(engine, FIRST, GREEDY, num_draft_tokens=0)
@@ -190,6 +204,10 @@ def test_who_sleeps() -> None:
         control = ByLoad(tables, samples)
         assert [control.sleeps(greedy, n) for n in (1, 4, 5, 40)] == [False, False, True, True]
         assert [control.sleeps(sampled, n) for n in (1, 40)] == [False, not samples]
+        control.enter([greedy], 39)  # the crowd counts, asleep or not
+        assert not control.drafts
+        control.enter([greedy])
+        assert control.drafts
     parts = ByPart(4, [ByLoad(tables, False), ByLoad(tables, True)])
     assert parts.sleeps(greedy, 40)
     assert not parts.sleeps(sampled, 40)

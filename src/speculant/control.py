@@ -122,8 +122,11 @@ class Control(Protocol):
         need not be kept up to date either, and it is plain decoding, no slower."""
         ...
 
-    def enter(self, rows: Sequence[Asked]) -> None:
-        """The next round has these rows: what they were asked with, in any order."""
+    def enter(self, rows: Sequence[Asked], beside: int = 0) -> None:
+        """The next round has these rows: what they were asked with, in any order.
+
+        beside: further rows of the same forward, that sleep
+        """
         ...
 
     def budget(self, remaining: int, track: Track) -> int:
@@ -158,7 +161,7 @@ class Fixed:
         """Whoever fixed the depth wants it."""
         return False
 
-    def enter(self, rows: Sequence[Asked]) -> None:
+    def enter(self, rows: Sequence[Asked], beside: int = 0) -> None:
         """Whatever the rows, the depth is the same."""
 
     def budget(self, remaining: int, track: Track | None = None) -> int:
@@ -237,7 +240,7 @@ class Adaptive:
         """Where even a very good draft would not pay."""
         return not self.promising
 
-    def enter(self, rows: Sequence[Asked]) -> None:
+    def enter(self, rows: Sequence[Asked], beside: int = 0) -> None:
         """The costs are those of one batch size, whatever comes."""
 
     def budget(self, remaining: int, track: Track) -> int:
@@ -391,9 +394,9 @@ class ByLoad:
         """See `Control`."""
         return self._chosen([asked], rows).sleeps(asked, rows)
 
-    def enter(self, rows: Sequence[Asked]) -> None:
+    def enter(self, rows: Sequence[Asked], beside: int = 0) -> None:
         """The next round has these rows. The batch size that was measured nearest to theirs counts."""
-        self._now = self._chosen(rows, len(rows))
+        self._now = self._chosen(rows, len(rows) + beside)
 
     def _chosen(self, asked: Sequence[Asked], rows: int) -> Adaptive:
         own = self.samples and not all(params.greedy for params in asked)
@@ -432,10 +435,10 @@ class ByPart:
         """Where every part does."""
         return all(part.sleeps(asked, rows) for part in self.parts)
 
-    def enter(self, rows: Sequence[Asked]) -> None:
+    def enter(self, rows: Sequence[Asked], beside: int = 0) -> None:
         """See `Control`."""
         for part in self.parts:
-            part.enter(rows)
+            part.enter(rows, beside)
 
     def budget(self, remaining: int, track: Track) -> int:
         """As deep as any part may go; the draft asks for the part that it takes."""

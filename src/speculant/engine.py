@@ -149,7 +149,8 @@ class Engine:
         if not ready:
             return []
         rows = [request.running for request in ready]
-        lane.control.enter([request.params for request in ready])
+        awake = [row.params for row in rows if not row.asleep]
+        lane.control.enter(awake, len(rows) - len(awake))
         drafts = lane.control.drafts
         for request, row in zip(ready, rows, strict=True):
             may = drafts and not row.asleep
