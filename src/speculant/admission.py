@@ -130,7 +130,8 @@ class Admission:
                 lanes[held.lane].draft.close(row.slot)
             if not row.asleep:
                 draft.open(row)
-            if row.asleep or not draft.info.taps:
+            slept = held is not None and held.lane is None
+            if row.asleep or (slept and not draft.info.taps):
                 kept = shared  # nobody needs more than the target's own cache
         self.cache.truncate(row.slot, kept)
         return kept

@@ -64,7 +64,8 @@ def open_folder(folder: Path, card: DataCard, name: str) -> DataCard:
         card.write(folder)
         return card
     check_card(old, folder, card.target, name)
-    for key, mine in ({"begun": 0.0} | old.recipe).items():  # older cards have no such share
+    older = {"begun": 0.0} if "begun" in card.recipe else {}  # cards of before have no such share
+    for key, mine in (older | old.recipe).items():
         if card.recipe.get(key) != mine:
             raise ValueError(
                 f"{folder}: was begun with {key} = {mine}, not {card.recipe.get(key)}: repeat that, "
