@@ -39,18 +39,17 @@ def target() -> FakeTarget:
 
 
 def shard(target: FakeTarget, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Answers of the engine, their states noted on the way, three requests at once."""
-    engine = Engine(target, RecordDraft(NOTED, dtype), max_rows=3, capacity=64)
+    """Answers of the engine, their states noted on the way, all requests at once."""
+    engine = Engine(target, RecordDraft(NOTED, dtype), max_rows=len(LENGTHS), capacity=64)
     prompts = [[(5 * i + 3 * j) % 31 + 1 for j in range(p)] for i, (p, _) in enumerate(LENGTHS)]
     params = [
         SamplingParams(max_tokens=a, temperature=0.9, seed=i, ignore_eos=True)
         for i, (_, a) in enumerate(LENGTHS)
     ]
-    done = engine.complete(prompts, params)
+    done = engine.complete(prompts, params)  # every one has a row, so all states are still there
     assert isinstance(engine.draft, RecordDraft)
-    noted = engine.draft.take()
     samples = [
-        Sample(prompt, out.token_ids, noted[(*prompt, *out.token_ids)])
+        Sample(prompt, out.token_ids, engine.draft.states_of([*prompt, *out.token_ids]))
         for prompt, out in zip(prompts, done, strict=True)
     ]
     path = shard_path(folder, 0)

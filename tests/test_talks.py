@@ -80,8 +80,9 @@ def test_states_are_those_of_a_run_alone(target: FakeTarget) -> None:
             engine = Engine(target, RecordDraft(TAPS), max_rows=1, capacity=32)
             engine.complete([ids], [params])
             assert isinstance(engine.draft, RecordDraft)
-            want = engine.draft.take()[(*ids, *answer.token_ids)]
+            want = engine.draft.states_of([*ids, *answer.token_ids])
             assert answer.states is not None
+            assert want is not None
             assert torch.equal(answer.states, want)
             assert answer.states.shape[0] == len(ids) + len(answer.token_ids) - 1
 

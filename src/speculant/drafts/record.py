@@ -19,7 +19,7 @@ PIECES = 64
 
 
 class RecordDraft(NoDraft):
-    """Plain decoding that keeps the tapped states of every request until they are taken.
+    """Plain decoding that keeps the tapped states of every request until its slot is needed.
 
     taps: layer ids or LAST, in the order of the columns
     """
@@ -30,44 +30,44 @@ class RecordDraft(NoDraft):
 
     def start(self, rows: int, capacity: int) -> None:
         """Nothing noted yet."""
-        self._running: dict[int, tuple[DraftRow, list[Tensor]]] = {}
-        self._done: dict[tuple[int, ...], Tensor] = {}
+        self._noted: dict[int, tuple[DraftRow, list[Tensor]]] = {}
 
     def open(self, row: DraftRow) -> None:
         """A request took the slot."""
-        self._running[row.slot] = (row, [])
+        self._noted[row.slot] = (row, [])
 
     def resume(self, row: DraftRow, shared: int) -> int:
-        """States are noted as tokens are run: all are run again."""
-        self.close(row.slot)
-        self.open(row)
-        return 0
+        """The states of the shared tokens are there already."""
+        _, parts = self._noted[row.slot]
+        kept = torch.cat(parts)[:shared].clone() if parts else None  # no view: the rest can go
+        self._noted[row.slot] = (row, [] if kept is None else [kept])
+        return 0 if kept is None else len(kept)
 
     def prefill(self, row: DraftRow, start: int, hidden: Tensor | None) -> None:
         """Note the states [T, n * H] of prompt positions."""
         assert hidden is not None
-        self._running[row.slot][1].append(hidden.to(self.dtype))
+        self._noted[row.slot][1].append(hidden.to(self.dtype))
 
     def update(self, rows: Sequence[DraftRow], feedback: Feedback) -> None:
         """Note the root's states."""
         assert feedback.hidden is not None
         states = feedback.hidden[:, :1].to(self.dtype)
         for b, row in enumerate(rows):
-            parts = self._running[row.slot][1]
+            parts = self._noted[row.slot][1]
             parts.append(states[b])
             if len(parts) >= PIECES:
                 parts[:] = [torch.cat(parts)]
 
     def close(self, slot: int) -> None:
-        """The slot's request is gone: keep its states under its tokens."""
-        row, parts = self._running.pop(slot)
-        if len(parts) > 0:
-            self._done[tuple(row.tokens)] = torch.cat(parts)
+        """The slot's request is gone. Its states stay until the slot is taken."""
 
-    def take(self) -> dict[tuple[int, ...], Tensor]:
-        """Tokens [T] of every request that ended since the last call -> its states [T - 1, n * H].
+    def states_of(self, tokens: Sequence[int]) -> Tensor | None:
+        """States [T - 1, n * H] of the request that runs or ended with these tokens [T], if noted.
 
         The newest token of a request is never run, so it has no state.
         """
-        done, self._done = self._done, {}
-        return done
+        wanted = list(tokens)
+        for row, parts in self._noted.values():
+            if parts and row.tokens == wanted:
+                return torch.cat(parts)
+        return None

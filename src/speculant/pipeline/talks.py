@@ -39,14 +39,15 @@ class EngineTalks:
     """Runs talks on one engine, `rows` at once; with taps, the states of every answer are noted.
 
     No speculation: at so many rows a forward is bound by arithmetic, and drafts would only add work.
-    A talk that goes on comes before one that begins, and an older one before a newer.
+    A talk that goes on comes before one that begins, and an older one before a newer. What it said
+    before is still in the place that it left, and is not run again.
     """
 
     def __init__(
         self, target: Target, taps: Sequence[int] | None, rows: int, capacity: int
     ) -> None:
         draft = NoDraft() if taps is None else RecordDraft(taps)
-        self.engine = Engine(target, draft, max_rows=rows, capacity=capacity)
+        self.engine = Engine(target, draft, max_rows=rows, capacity=capacity, reuse=True)
         self.rows = rows
         self.generated = 0
         """Tokens generated so far."""
@@ -131,7 +132,6 @@ class EngineTalks:
         """A round of the engine; the answers that ended, which run no more."""
         pieces = self.engine.step()
         draft, ended = self.engine.draft, []
-        noted = draft.take() if isinstance(draft, RecordDraft) else {}
         for piece in pieces:
             if piece.error:
                 raise FloatingPointError(piece.error)
@@ -140,6 +140,8 @@ class EngineTalks:
             self.generated += len(piece.token_ids)
             if piece.finish_reason:
                 del running[piece.request]
-                states = noted.get((*ids, *out.token_ids))
+                states = None
+                if isinstance(draft, RecordDraft):
+                    states = draft.states_of([*ids, *out.token_ids])
                 ended.append((node, Answer(out.token_ids, out.text, out.finish_reason, states)))
         return ended
