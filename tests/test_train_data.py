@@ -21,7 +21,7 @@ from torch import Tensor
 
 from speculant.pipeline.data import DataProgress, make_data
 from speculant.sampling import SamplingParams
-from speculant.train.data import Corpus, Item, find_shards
+from speculant.train.data import Corpus, Item, apart, find_shards
 from speculant.train.prompts import (
     RELAYS,
     Unique,
@@ -430,3 +430,19 @@ def test_a_part_of_a_corpus_lies_in_the_larger_ones(tmp_path: Path) -> None:
     other = Corpus([path])
     other.keep(9, seed=4)
     assert set(other.items) != parts[1]
+
+
+def test_what_is_held_out_is_never_trained_on(tmp_path: Path) -> None:
+    """A folder may stand in the list twice, or under another name: it weighs twice, but for that."""
+    for name in ("a", "b"):
+        for index in range(2):
+            write_shard(shard_path(tmp_path / name, index), [Sample([1, 2, 3], [4, 5])])
+    again = tmp_path / "again"
+    again.symlink_to(tmp_path / "a")
+    shards = find_shards([tmp_path / "a", tmp_path / "b", tmp_path / "a", again])
+    held, rest = apart(shards)
+    assert held == [shard_path(tmp_path / "a", 0)]
+    a, b = shard_path(tmp_path / "a", 1), [shard_path(tmp_path / "b", i) for i in range(2)]
+    assert rest == [a, *b, a, shard_path(again, 1)]
+    with pytest.raises(ValueError, match="1 shards of data: the first is held out"):
+        apart(find_shards([tmp_path / "a"])[:1] * 2)

@@ -15,7 +15,7 @@ import torch
 from ..target.base import LAST, Target, Tokenizer
 from ..target.load import load_target, target_fingerprint
 from ..train.card import DataCard, check_card, open_folder, read_card
-from ..train.data import Corpus, Item, find_shards, plan
+from ..train.data import Corpus, Item, apart, find_shards, plan
 from ..train.features import Features, OfflineFeatures, OnlineFeatures, disk_bytes, has_states
 from ..train.loop import Trainer
 from ..train.responses import Sample, read_shard
@@ -74,7 +74,8 @@ def train(settings: TrainSettings, command: str, watch: Watch) -> TrainResult:
     extra = _identity(settings, target)
     folder.check({**dataclasses.asdict(loop), **extra})
     shards = _shards(settings, target, began, watch, folder, accelerator)
-    held_out, corpus = Corpus(shards[:1]), Corpus(shards[1:])
+    first, rest = apart(shards)
+    held_out, corpus = Corpus(first), Corpus(rest)
     held_out.items = held_out.items[:HELD_OUT]
     if settings.data:
         corpus.keep(settings.answer_tokens, settings.seed)
@@ -138,11 +139,7 @@ def _shards(
     shards: list[Path] = []
     if accelerator.is_main_process:
         shards = _data(settings, target, began, watch, folder)
-        if len(shards) < 2:
-            raise ValueError(
-                f"{len(shards)} shards of data: the first is held out, so two are needed: give more "
-                "prompts or more time"
-            )
+        apart(shards)  # or it fails in one process alone
     everywhere: list[list[Path]] = broadcast_object_list([shards])
     return everywhere[0]
 

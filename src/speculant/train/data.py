@@ -174,3 +174,18 @@ def find_shards(folders: Sequence[Path]) -> list[Path]:
         names = ", ".join(str(folder) for folder in folders)
         raise ValueError(f"{names}: no shard-*.safetensors there: make data first")
     return shards
+
+
+def apart(shards: Sequence[Path]) -> tuple[list[Path], list[Path]]:
+    """The held-out shard, and those to train on. Raises ValueError when nothing is left for these.
+
+    A folder that is given twice weighs twice, but its first shard stays held out.
+    """
+    held = shards[:1]
+    rest = [path for path in shards[1:] if path.resolve() != held[0].resolve()]
+    if not rest:
+        raise ValueError(
+            f"{len(set(shards))} shards of data: the first is held out, so two are needed: give more "
+            "prompts or more time"
+        )
+    return list(held), rest
