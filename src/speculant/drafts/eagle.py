@@ -28,8 +28,8 @@ from .eagle_head import CachedHead
 from .eagle_tree import FIXED, Trust, grow_trees, plant_fixed
 from .sample import argmax_tokens, chain_proposal, draw_tokens, sound_rows
 
-MOST_PENDING = 512
-"""Pairs that a row which drafts nothing lets gather before they are run: 1.2 MB of a small model's."""
+MOST_PENDING = 256
+"""Pairs that a row which drafts nothing lets gather before they are run: 1.8 MB of a small model's."""
 CHUNK = 64
 """Of these, so many are run in one pass."""
 
@@ -39,7 +39,7 @@ class _Slot:
     """What a request's slot holds besides its cache row."""
 
     output: Tensor | None = None  # [H], the head's output at the last pair
-    features: list[Tensor] = field(default_factory=list)  # fused, not yet run: [m, H] in parts
+    taps: list[Tensor] = field(default_factory=list)  # not yet run: [m, len(taps) * H] in parts
     tokens: list[int] = field(default_factory=list)  # the tokens paired with them
     off: bool = False  # drafts no more: beyond the head's context, or its state holds NaN
     hoped: float = 0.0  # tokens of the last tree that its confidence promised
@@ -132,7 +132,7 @@ class EagleDraft:
         slot.off |= end > self.limit  # longer than the head's context: it goes on undrafted
         if slot.off:
             return
-        slot.features = [self.passes.head.fuse(hidden.to(self.passes.dtype))]
+        slot.taps = [hidden.to(self.passes.dtype)]
         slot.tokens = row.tokens[start + 1 : end + 1]
         self._run_pending([row.slot])
 
@@ -171,7 +171,11 @@ class EagleDraft:
 
     @torch.inference_mode()
     def update(self, rows: Sequence[DraftRow], feedback: Feedback) -> None:
-        """Keep the target's features of what was committed, for the next round's first pass."""
+        """Keep the target's states of what was committed, for the next round's first pass.
+
+        They are fused there, all that have gathered at once: a row that drafts nothing should cost
+        next to nothing.
+        """
         assert feedback.hidden is not None
         batch: list[int] = []
         sources: list[int] = []  # rows of the target's forward: the root, then accepted nodes
@@ -189,9 +193,9 @@ class EagleDraft:
         if not taught:
             return
         taps = feedback.hidden[batch, sources].to(self.passes.dtype)
-        parts = self.passes.head.fuse(taps).split([len(committed) for _, committed in taught])
-        for (slot, committed), features in zip(taught, parts, strict=True):
-            slot.features.append(features)
+        parts = taps.split([len(committed) for _, committed in taught])
+        for (slot, committed), mine in zip(taught, parts, strict=True):
+            slot.taps.append(mine)
             slot.tokens += committed
             slot.output = None
 
@@ -230,12 +234,12 @@ class EagleDraft:
     def _depth(self, row: DraftRow) -> int:
         """How far to draft, settled before anything is sampled."""
         slot = self._slots[row.slot]
-        if slot.off or (slot.output is None and not slot.features):
+        if slot.off or (slot.output is None and not slot.taps):
             return 0  # nothing is known yet behind a prompt of one token
         return max(0, min(row.budget, self.info.depth, self.limit - len(row.tokens)))
 
     def _catch_up(self, rows: Sequence[DraftRow], depths: Sequence[int]) -> None:
-        """Run the features of the last round's committed tokens, rows together."""
+        """Run the pairs of the last round's committed tokens, rows together."""
         together: list[int] = []
         for row, depth in zip(rows, depths, strict=True):
             waiting = len(self._slots[row.slot].tokens)
@@ -255,24 +259,25 @@ class EagleDraft:
             len(slots), width, passes.head.config.hidden_size,
             dtype=passes.dtype, device=passes.device,
         )  # fmt: skip
-        for i, slot in enumerate(slots):
-            torch.cat(slot.features, out=features[i, : len(slot.tokens)])
+        counts = [len(slot.tokens) for slot in slots]
+        fused = passes.head.fuse(torch.cat([part for slot in slots for part in slot.taps]))
+        for i, mine in enumerate(fused.split(counts)):
+            features[i, : counts[i]] = mine
         ids = torch.tensor([[*s.tokens, *[0] * (width - len(s.tokens))] for s in slots])
         offsets = torch.arange(width, device=passes.device)
-        counts = [len(slot.tokens) for slot in slots]
         outputs = passes.run(numbers, ids.to(passes.device), features, offsets, counts=counts)
         for i, (number, slot) in enumerate(zip(numbers, slots, strict=True)):
             passes.cache.advance(number, len(slot.tokens))
             slot.output = outputs[i, len(slot.tokens) - 1]
-            slot.features, slot.tokens = [], []
+            slot.taps, slot.tokens = [], []
 
     def _run_chunks(self, number: int) -> None:
         """Run a slot's many pending pairs some at a time."""
         slot = self._slots[number]
-        features, tokens = torch.cat(slot.features), slot.tokens
+        taps, tokens = torch.cat(slot.taps), slot.tokens
         for start in range(0, len(tokens), CHUNK):
             end = start + CHUNK
-            slot.features, slot.tokens = [features[start:end]], tokens[start:end]
+            slot.taps, slot.tokens = [taps[start:end]], tokens[start:end]
             self._run_pending([number])
 
     def _give_up(self, slot: int) -> None:
