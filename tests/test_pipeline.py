@@ -647,6 +647,33 @@ def test_a_run_may_start_from_a_head(kind: str, model: Path, data: Path, tmp_pat
         train(other, "x", News().watch)
 
 
+def test_a_head_without_copying_heads_gets_them_once(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    """A trained head that goes on has them then, keeps them, and is otherwise what it was."""
+    first = wanted("eagle3", model, tmp_path / "plain", data=(data,), copying=False)
+    train(first, "x", News().watch)
+    second = replace(first, out=tmp_path / "b", init=str(first.out), copying=True, lr=1e-12)
+    train(second, "x", News().watch)
+    third = replace(second, out=tmp_path / "c", init=str(second.out))
+    train(third, "x", News().watch)
+    fourth = replace(third, out=tmp_path / "d", init=str(third.out), copying=False)
+    train(fourth, "x", News().watch)
+    sizes = []
+    for settings in (first, second, third, fourth):
+        head = load_head(settings.out)
+        assert isinstance(head, Eagle3Head)
+        sizes.append((head.config.num_heads, head.config.kv_heads))
+    assert sizes == [(2, 1), (4, 2), (4, 2), (4, 2)]
+    old, new = (load_file(s.out / "model.safetensors") for s in (first, fourth))
+    for name, t in old.items():
+        mine = new[name][: t.shape[0], : t.shape[1]] if t.ndim == 2 else new[name]
+        torch.testing.assert_close(mine.float(), t.float(), atol=1e-3, rtol=2e-2)
+    target = load_target(model)
+    done = generate_many(target, load_draft(str(fourth.out), target), ["Hello", "7 + 7"], GREEDY)
+    assert [o.token_ids for o in done] == greedy(target)
+
+
 def test_a_head_goes_on_with_another_draft_vocabulary(
     model: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from speculant.train.data import Batch, Item
 from speculant.train.eagle3 import Eagle3Objective
 from speculant.train.features import OnlineFeatures, States
 from speculant.train.losses import Teacher, lm_head_rows, step_loss, teacher, whole_vocabulary
-from speculant.train.ttt import step_attention, step_mask, unroll
+from speculant.train.ttt import step_mask, step_values, step_weights, unroll
 from test_eagle import VOCAB, make_head, states
 from test_losses_other import make_batch
 
@@ -133,7 +133,7 @@ def test_attention_reads_the_drawing() -> None:
     names = torch.eye(8)  # every value names its key: 4 of step 0, 2 each of steps 1 and 2
     keys = [torch.zeros(1, 1, 4, 8), torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 8)]
     values = [names[None, None, :4], names[None, None, 4:6], names[None, None, 6:]]
-    mixed = step_attention(torch.zeros(1, 1, 2, 8), keys, values, seen)
+    mixed = step_values(step_weights(torch.zeros(1, 1, 2, 8), keys, seen), values)
     drawn = torch.tensor([[1, 1, 0, 0, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1, 0, 1]])
     torch.testing.assert_close(mixed[0, 0], drawn / drawn.sum(1, keepdim=True))
 
@@ -230,7 +230,9 @@ def test_shift_at_the_boundary_of_an_answer(
         seen["teacher"] = given.last[0, at, 0].tolist()
         return Teacher(at[:, None].expand(-1, 20).float(), at)
 
-    def unrolled(head: Any, embedded: Tensor, hidden: Tensor, bases: Tensor, steps: int) -> Any:
+    def unrolled(
+        head: Any, embedded: Tensor, hidden: Tensor, bases: Tensor, steps: int, watch: Any
+    ) -> Any:
         """Step k's outputs name base * 10 + k."""
         assert torch.equal(embedded, target.embed(batch.tokens[:, 1:]))
         return [(bases * 10 + k)[..., None].float() for k in range(steps)]

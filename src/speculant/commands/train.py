@@ -83,6 +83,13 @@ def train(
     single: Annotated[
         float, typer.Option("--single", help="EAGLE-3: share of the run that starts with one step.")
     ] = 0.5,
+    copying: Annotated[
+        bool,
+        typer.Option(
+            "--copying/--no-copying",
+            help="EAGLE-3: attention heads that copy from the text so far.",
+        ),
+    ] = True,
     loss: Annotated[
         str, typer.Option("--loss", help="cross_entropy, overlap (acceptance itself) or mixed.")
     ] = "cross_entropy",
@@ -130,6 +137,7 @@ def train(
             taps=parse_taps(taps) if taps else None,
             steps=steps,
             single=single,
+            copying=copying,
             loss=loss,
             heads=heads,
             layers=layers,

@@ -15,6 +15,7 @@ from ..heads.medusa import MedusaConfig, MedusaHead
 from ..heads.vanilla import VanillaConfig, VanillaHead
 from ..heads.weights import Head, HeadError, load_head
 from ..target.base import Target
+from ..train.copying import can_copy, copying_heads, with_copying
 from ..train.data import Corpus, plan
 from ..train.eagle1 import Eagle1Objective, start_from_layer
 from ..train.eagle3 import Eagle3Objective
@@ -142,28 +143,29 @@ def build(
 ) -> tuple[Head, Objective]:
     """A head, started, and its objective."""
     torch.manual_seed(settings.seed)
-    builders = {"eagle3": _eagle3, "eagle1": _eagle1, "medusa": _medusa, "vanilla": _vanilla}
-    head, objective = builders[settings.kind](
-        settings, target, vocabulary.ids.to(target.info.device), features
-    )
+    ids, device = vocabulary.ids.to(target.info.device), target.info.device
+    head = _fresh(settings, target, ids)
     if settings.init not in STARTS:
-        start_from_head(head, Path(settings.init), target)
+        head = start_from_head(head, Path(settings.init), target)
+    head.to(device)
     if isinstance(head, Eagle3Head | Eagle1Head):
         some = plan(corpus.items, 0, settings.seed, 1024, 8192)[:SCALED_BATCHES]
-        batches = [corpus.batch(items).to(target.info.device) for items in some]
+        batches = [corpus.batch(items).to(device) for items in some]
         if isinstance(head, Eagle3Head):
+            if settings.copying and can_copy(head) and not copying_heads(head, target):
+                head = with_copying(head, target, features, batches[: SCALED_BATCHES // 2])
             condition(head, channel_scale(features, batches), fresh=settings.init in STARTS)
         else:  # its fc starts as the state passed through, in the state's own size
             condition(head, pair_scale(target, features, batches), fresh=False)
-    head.to(target.info.device)
-    return head, objective
+    return head, _objective(settings, head, target, ids, features)
 
 
-def start_from_head(head: Head, folder: Path, target: Target) -> None:
-    """Take the weights of a trained head of the same kind and sizes, whatever target it was for.
+def start_from_head(head: Head, folder: Path, target: Target) -> Head:
+    """A head like this one with the weights of a trained one of the same kind, whatever its target.
 
     A head of a model is a good start for the head of its fine-tune. EAGLE-3's may draft other tokens
-    than it did, see `train.init.with_vocabulary`. HeadError where it does not fit.
+    than it did, see `train.init.with_vocabulary`, and may have more attention heads, see
+    `train.copying`. HeadError where it does not fit.
     """
     old = load_head(folder)
     if type(old) is not type(head):
@@ -173,57 +175,57 @@ def start_from_head(head: Head, folder: Path, target: Target) -> None:
         and isinstance(old, Eagle3Head)
         and old.config.vocab_size == head.config.vocab_size
     ):
-        old = with_vocabulary(old, head.target_ids, target)
+        ids = head.target_ids
+        old = with_vocabulary(old, ids, target)
+        if copying_heads(old, target):
+            heads, kv_heads = old.config.num_heads, old.config.kv_heads
+            head = Eagle3Head(replace(head.config, num_heads=heads, kv_heads=kv_heads))
+            head.set_vocabulary(ids)
     mine, theirs = head.state_dict(), old.state_dict()
     wrong = [n for n, t in mine.items() if n not in theirs or theirs[n].shape != t.shape]
     if wrong or len(mine) != len(theirs):
         raise HeadError(f"--init {folder}: its sizes are not those asked for ({wrong[:1]} differs)")
     head.load_state_dict(theirs)
+    return head
 
 
-def _eagle3(
-    settings: TrainSettings, target: Target, ids: Tensor, features: Features
-) -> tuple[Head, Objective]:
-    config = Eagle3Config(
-        draft_vocab_size=len(ids), taps=taps_for(settings, target), **layer_sizes(target)
-    )
-    head = Eagle3Head(config)
-    head.set_vocabulary(ids)
-    if settings.init == "target":
-        init_eagle3(head, target)
-    head.to(target.info.device)
-    return head, Eagle3Objective(
-        head, target, features, settings.steps, kind=settings.loss, single=settings.single
-    )
+def _fresh(settings: TrainSettings, target: Target, ids: Tensor) -> Head:
+    """A head of the kind asked for, as it begins where it does not begin as a trained one."""
+    info, sizes, own = target.info, layer_sizes(target), settings.init == "target"
+    if settings.kind == "eagle3":
+        config = Eagle3Config(draft_vocab_size=len(ids), taps=taps_for(settings, target), **sizes)
+        eagle3 = Eagle3Head(config)
+        eagle3.set_vocabulary(ids)
+        if own:
+            init_eagle3(eagle3, target)
+        return eagle3
+    if settings.kind == "eagle1":
+        eagle1 = Eagle1Head(Eagle1Config(**sizes))
+        if own:
+            start_from_layer(eagle1, target, info.num_layers - 1)
+        return eagle1
+    if settings.kind == "medusa":
+        return MedusaHead(MedusaConfig(info.hidden_size, info.vocab_size, settings.heads))
+    vanilla = VanillaHead(VanillaConfig(num_layers=settings.layers, **sizes))
+    if own:
+        start_from_layers(vanilla, target, spread_layers(settings.layers, info.num_layers))
+    return vanilla
 
 
-def _eagle1(
-    settings: TrainSettings, target: Target, ids: Tensor, features: Features
-) -> tuple[Head, Objective]:
-    head = Eagle1Head(Eagle1Config(**layer_sizes(target)))
-    if settings.init == "target":
-        start_from_layer(head, target, target.info.num_layers - 1)
-    head.to(target.info.device)
-    return head, Eagle1Objective(head, target, features, ids, seed=settings.seed)
-
-
-def _medusa(
-    settings: TrainSettings, target: Target, ids: Tensor, features: Features
-) -> tuple[Head, Objective]:
-    info = target.info
-    head = MedusaHead(MedusaConfig(info.hidden_size, info.vocab_size, settings.heads))
-    head.to(info.device)
-    return head, MedusaObjective(head, target, features, ids, settings.loss)
-
-
-def _vanilla(
-    settings: TrainSettings, target: Target, ids: Tensor, features: Features
-) -> tuple[Head, Objective]:
-    head = VanillaHead(VanillaConfig(num_layers=settings.layers, **layer_sizes(target)))
-    if settings.init == "target":
-        start_from_layers(head, target, spread_layers(settings.layers, target.info.num_layers))
-    head.to(target.info.device)
-    return head, VanillaObjective(head, target, features, ids, settings.loss)
+def _objective(
+    settings: TrainSettings, head: Head, target: Target, ids: Tensor, features: Features
+) -> Objective:
+    if isinstance(head, Eagle3Head):
+        copying = copying_heads(head, target) if settings.copying else 0
+        return Eagle3Objective(
+            head, target, features, settings.steps, kind=settings.loss, single=settings.single,
+            copying=copying,
+        )  # fmt: skip
+    if isinstance(head, Eagle1Head):
+        return Eagle1Objective(head, target, features, ids, seed=settings.seed)
+    if isinstance(head, MedusaHead):
+        return MedusaObjective(head, target, features, ids, settings.loss)
+    return VanillaObjective(head, target, features, ids, settings.loss)
 
 
 def spread_layers(count: int, of: int) -> Sequence[int]:

@@ -109,7 +109,8 @@ def _identity(settings: TrainSettings, target: Target) -> dict[str, Any]:
     """What must stay the same under a run that goes on, beside the loop's settings and the shards."""
     return {
         "kind": settings.kind, "target": target.info.name, "steps": settings.steps,
-        "single": settings.single, "loss": settings.loss, "init": settings.init,
+        "single": settings.single, "copying": settings.copying, "loss": settings.loss,
+        "init": settings.init,
         "taps": list(taps_for(settings, target)), "draft_vocab_size": vocabulary_size(settings, target),
     }  # fmt: skip
 

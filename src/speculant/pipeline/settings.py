@@ -36,6 +36,7 @@ class TrainSettings:
     init:          "target": from its LM head or layers; "random"; or the folder of a head of the kind
     draft_vocab_size: tokens that are drafted, None for VOCABULARY or those of the head in `init`
     steps:         EAGLE-3's unrolled draft positions; single: share of the run with one step
+    copying:       EAGLE-3 gets attention heads that copy, see `train.copying`
     """
 
     kind: str
@@ -52,6 +53,7 @@ class TrainSettings:
     taps: tuple[int, ...] | None = None
     steps: int = 5
     single: float = 0.5
+    copying: bool = True
     loss: str = "cross_entropy"
     heads: int = 4
     layers: int = 2
@@ -115,6 +117,7 @@ class TrainSettings:
 ONLY = {
     "steps": ("eagle3",),
     "single": ("eagle3",),
+    "copying": ("eagle3",),
     "loss": ("eagle3", "medusa", "vanilla"),
     "heads": ("medusa",),
     "layers": ("vanilla",),
@@ -126,9 +129,11 @@ def check_options(settings: TrainSettings) -> None:
     """Raise ValueError for an option that the kind would silently ignore."""
     usual = {field.name: field.default for field in fields(TrainSettings)}
     for name, kinds in ONLY.items():
-        if settings.kind not in kinds and getattr(settings, name) != usual[name]:
+        given = getattr(settings, name)
+        if settings.kind not in kinds and given != usual[name]:
+            option = f"--no-{name}" if given is False else f"--{name}"
             raise ValueError(
-                f"--{name} means nothing to {settings.kind}: it is for {', '.join(kinds)}"
+                f"{option} means nothing to {settings.kind}: it is for {', '.join(kinds)}"
             )
 
 

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from ..heads.eagle3 import Eagle3Head
 from ..target.base import Target
+from .copying import SHARE as COPYING_SHARE
+from .copying import copying_loss
 from .data import Batch
 from .features import Features, States
 from .losses import LOSSES, Outcome, Teacher, step_loss
 from .teaching import Vocabulary, accepted_chains, head_pairs
-from .ttt import unroll
+from .ttt import Watch, unroll
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -25,6 +27,7 @@ class Eagle3Objective:
     decay:  weight of step k is decay^k, see `begin`
     single: share of the run that is trained on one step: it costs a third of the others, and the head
             has to predict from the target's features before it can from its own outputs
+    copying: of the head's attention heads, how many at the end are shown what to copy, see `copying`
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class Eagle3Objective:
         decay: float = 0.8,
         kind: str = "cross_entropy",
         single: float = 0.0,
+        copying: int = 0,
     ) -> None:
         if steps < 1 or not 0 <= single <= 1 or not 0 < decay <= 1 or kind not in LOSSES:
             raise ValueError(
@@ -44,7 +48,7 @@ class Eagle3Objective:
         self.module: nn.Module = head
         self.head, self.target, self.features = head, target, features
         self.steps, self.decay, self.kind, self.single = steps, decay, kind, single
-        self.active, self.weight = steps, decay
+        self.active, self.weight, self.copying = steps, decay, copying
         self.vocabulary = Vocabulary.of(target, head.target_ids)
 
     def begin(self, share: float, step: int) -> None:
@@ -67,7 +71,13 @@ class Eagle3Objective:
         """Weighted sum of the steps' losses over a batch."""
         states = self.features.states(batch)
         bases, valid = batch.bases, batch.valid
-        outputs = self._unroll(batch, states, bases, self.active)
+        copied: list[Tensor] = []
+
+        def watch(step: int, weights: Tensor) -> None:
+            if self.copying:
+                copied.append(copying_loss(weights[:, -self.copying :], batch, step))
+
+        outputs = self._unroll(batch, states, bases, self.active, watch)
         wanted = self.vocabulary.teacher(batch, states)
         total, steps = states.last.new_zeros(()), []
         for k, hidden in enumerate(outputs):
@@ -78,6 +88,8 @@ class Eagle3Objective:
             part = Teacher(wanted.probs[tokens], wanted.best[tokens])
             step = step_loss(logits, part, self.kind)
             total = total + self.weight**k * step.loss
+            if copied:
+                total = total + COPYING_SHARE * self.weight**k * len(learns) * copied[k]
             steps.append(step)
         return Outcome(total, int(valid.sum()), tuple(steps))
 
@@ -90,6 +102,13 @@ class Eagle3Objective:
         best = [self.head.logits(out[:, :most]).argmax(dim=-1) for out in outputs]
         return accepted_chains(batch, states, [self.head.target_ids[ids] for ids in best])
 
-    def _unroll(self, batch: Batch, states: States, bases: Tensor, steps: int) -> list[Tensor]:
+    def _unroll(
+        self,
+        batch: Batch,
+        states: States,
+        bases: Tensor,
+        steps: int,
+        watch: Watch | None = None,
+    ) -> list[Tensor]:
         embedded = self.target.embed(batch.tokens[:, 1:]).float()
-        return unroll(self.head, embedded, self.head.fuse(states.taps), bases, steps)
+        return unroll(self.head, embedded, self.head.fuse(states.taps), bases, steps, watch)

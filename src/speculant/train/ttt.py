@@ -25,13 +25,16 @@ queries, MLP and LM head would be wasted on the prompt's positions, whose keys a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..heads.eagle3 import Attend
+
+Watch = Callable[[int, Tensor], None]
+"""Told of a step k the weights [B, H, A, T + k] float32: of step 0's T keys, then of the steps' own."""
 
 
 class Unrolled(Protocol):
@@ -51,9 +54,14 @@ class Unrolled(Protocol):
 
 
 def unroll(
-    head: Unrolled, embedded: Tensor, features: Tensor, bases: Tensor, steps: int
+    head: Unrolled,
+    embedded: Tensor,
+    features: Tensor,
+    bases: Tensor,
+    steps: int,
+    watch: Watch | None = None,
 ) -> list[Tensor]:
-    """Outputs of every step, each [B, A, H], at the bases.
+    """Outputs of every step, each [B, A, H], at the bases; `watch` sees each step's attention.
 
     embedded: [B, T, H], embedding of token t + 1 at index t
     features: [B, T, H], `head.fuse` of the target's tapped states at t
@@ -76,20 +84,21 @@ def unroll(
             if not first:  # step 0's own keys are among those of all pairs
                 keys.append(new_key)
                 values.append(new_value)
-            return step_attention(q, keys, values, seen)
+            weights = step_weights(q, keys, seen)
+            if watch is not None:
+                watch(len(keys) - 1, weights)
+            return step_values(weights.to(q.dtype), values)
 
         hidden = head(_at(embedded, (bases + k).clamp(max=count - 1)), hidden, bases + k, attend)
         outputs.append(hidden)
     return outputs
 
 
-def step_attention(
-    queries: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], seen: Tensor
-) -> Tensor:
-    """Attention of step k = len(keys) - 1: over step 0's keys as `seen`, diagonal over later ones.
+def step_weights(queries: Tensor, keys: Sequence[Tensor], seen: Tensor) -> Tensor:
+    """What step k = len(keys) - 1 attends to: step 0's keys as `seen`, of later ones the diagonal.
 
-    queries: [B, H, A, D]; keys[0], values[0]: [B, Hkv, T, D]; keys[j], values[j]: [B, Hkv, A, D];
-    seen: [B, A, T] bool. Returns [B, H, A, D].
+    queries: [B, H, A, D]; keys[0]: [B, Hkv, T, D]; keys[j]: [B, Hkv, A, D]; seen: [B, A, T] bool.
+    Returns [B, H, A, T + k] float32.
     """
     rows, heads, bases, dim = queries.shape
     kv_heads = keys[0].shape[1]
@@ -101,8 +110,16 @@ def step_attention(
     )
     q = q.view(rows, kv_heads, -1, bases, dim)
     own = [(q * key[:, :, None]).sum(-1).view(rows, heads, bases, 1) for key in keys[1:]]
-    weights = torch.cat([scores, *own], dim=-1).float().softmax(dim=-1).to(queries.dtype)
-    split = scores.shape[-1]
+    return torch.cat([scores, *own], dim=-1).float().softmax(dim=-1)
+
+
+def step_values(weights: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """Values mixed by `step_weights` [B, H, A, T + k]: [B, H, A, D].
+
+    values[0]: [B, Hkv, T, D]; values[j]: [B, Hkv, A, D]
+    """
+    rows, heads, bases, _ = weights.shape
+    kv_heads, split, dim = values[0].shape[1:]
     first = weights[..., :split].reshape(rows, kv_heads, -1, split)
     mixed = (first @ values[0]).view(rows, kv_heads, -1, bases, dim)
     for j, value in enumerate(values[1:]):
