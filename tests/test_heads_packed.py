@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fake import make_row
+from speculant.drafts.eagle import EagleDraft
 from speculant.drafts.eagle_head import CachedHead
 from speculant.heads.eagle1 import Eagle1Config, Eagle1Head
 from speculant.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -158,3 +161,57 @@ def test_biases_go_into_the_compiled_layer() -> None:
         pairs = zip(passes(packed, embedding), passes(operators, embedding), strict=True)
         for out, want in pairs:
             torch.testing.assert_close(out, want, atol=0.02, rtol=0.02)
+
+
+def drafts_of(
+    head: Any, embedding: Tensor, in_one_call: bool, budgets: tuple[int, ...]
+) -> tuple[list[list[int]], Tensor]:
+    """Chains behind prompts of unlike length, and the cache afterwards."""
+    draft = EagleDraft(head, lambda ids: embedding[ids], V, 5)
+    assert draft.passes.chain is not None
+    if not in_one_call:
+        draft.passes.chain = None
+    draft.start(4, 24)
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for slot, count in enumerate((7, 3, 9, 2)):
+        tokens = torch.randint(V, (count + 1,), generator=generator).tolist()
+        row = make_row(tokens, slot=slot, vocab_size=V)
+        draft.open(row)
+        draft.prefill(row, 0, torch.randn(count, 2 * H, generator=generator))
+        row.budget = budgets[slot]
+        rows.append(row)
+    proposal = draft.propose(rows)
+    counts = proposal.num_nodes.tolist()
+    chains = [ids[:n] for ids, n in zip(proposal.tokens.tolist(), counts, strict=True)]
+    return chains, draft.passes.cache.data.clone()
+
+
+@compiled
+@torch.no_grad()
+def test_a_chain_in_one_call_is_the_chain_step_by_step() -> None:
+    """The same tokens and the same cache, for rows that go unlike deep, and one that drafts nothing."""
+    embedding = torch.randn(V, H, generator=torch.Generator().manual_seed(2))
+    packed: Any = pack(make("eagle3"))
+    for budgets in ((5, 2, 3, 0), (1, 1, 1, 1), (4, 5, 5, 5)):
+        mine, written = drafts_of(packed, embedding, True, budgets)
+        want, kept = drafts_of(packed, embedding, False, budgets)
+        assert mine == want
+        assert [len(chain) for chain in mine] == list(budgets)
+        torch.testing.assert_close(written, kept, atol=1e-5, rtol=1e-5)
+    assert len({tuple(chain) for chain in mine}) > 1
+
+
+@compiled
+@torch.no_grad()
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_chain_in_one_call_ends_where_its_numbers_break(broken: float) -> None:
+    """As step by step does: nothing is drafted from logits of which one is NaN or plus infinity."""
+    embedding = torch.randn(V, H, generator=torch.Generator().manual_seed(2))
+    packed: Any = pack(make("eagle3"))
+    packed.lm_head.linear.scales.view(-1)[5] = broken
+    mine, _ = drafts_of(packed, embedding, True, (5, 5, 5, 5))
+    want, _ = drafts_of(packed, embedding, False, (5, 5, 5, 5))
+    assert mine == want
+    assert all(not chain for chain in mine) == math.isnan(broken)
+    assert any(not chain for chain in mine)

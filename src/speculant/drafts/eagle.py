@@ -154,6 +154,13 @@ class EagleDraft:
         live = [b for b, fine in zip(live, finite, strict=True) if fine]
         hidden = hidden[finite]
         if not self.tree:
+            mine = [rows[b] for b in live]
+            greedy = all(row.params.greedy for row in rows)
+            if live and greedy and not any(row.history.active for row in mine):
+                chains = self._likeliest(mine, [depths[b] for b in live], hidden)
+                if chains is not None:
+                    found = dict(zip(live, chains, strict=True))
+                    return Proposal.chains([found.get(b, []) for b in range(len(rows))])
             return self._chains(rows, live, depths, hidden)
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in rows]
         if live:
@@ -230,6 +237,23 @@ class EagleDraft:
                 slots = [rows[b].slot for b in live]
                 hidden = passes.run(slots, tokens, hidden[:, None], offsets, behind=drafted)[:, 0]
         return chain_proposal(chains, drawn_from, passes.target_vocab, sampled)
+
+    def _likeliest(
+        self, rows: Sequence[DraftRow], depths: Sequence[int], hidden: Tensor
+    ) -> list[list[int]] | None:
+        """What `_chains` drafts for greedy rows, in one call; None where the head has none."""
+        passes, chains = self.passes, []
+        if passes.chain is None:
+            return None
+        slots = [row.slot for row in rows]
+        starts = [passes.cache.lengths[slot] for slot in slots]
+        drafted = passes.chain(hidden, depths, slots, starts, passes.cache.data)
+        for slot, start, ids in zip(slots, starts, drafted, strict=True):
+            sound = ids.index(-1) if -1 in ids else len(ids)
+            if sound < len(ids):  # NaN may lie behind its length
+                passes.cache.erase(slot, start)
+            chains.append([passes.targets[draft_id] for draft_id in ids[:sound]])
+        return chains
 
     def _depth(self, row: DraftRow) -> int:
         """How far to draft, settled before anything is sampled."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..attention import Reading
 from ..cache import KVCache
 from ..heads.base import EagleHead
+from ..heads.packed import greedy_chain
 from .base import DraftRow
 
 Paths = Callable[[int], Sequence[Sequence[int]]]
@@ -38,6 +39,7 @@ class CachedHead:
         c = head.config
         steps = torch.arange(0, c.head_dim, 2, dtype=torch.float32, device=self.device)
         self.inv_freq = 1.0 / c.rope_theta ** (steps / c.head_dim)  # shape: [D / 2]
+        self.chain = greedy_chain(head, self.embed, self.inv_freq)
 
     def start(self, rows: int, capacity: int) -> None:
         """Reserve the cache."""

@@ -8,10 +8,13 @@ their width; others stay in bfloat16, as heads are stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from ..native.attention import can_attend
+from ..native.chain import Chain
 from ..native.layers import Layers, LayerWeights
 from ..native.layers import fits as fits_layers
 from ..native.linear import PackedLinear, can_pack, quantise
@@ -87,3 +90,19 @@ def compiled_layer(head: Eagle3Head) -> Layers | None:
     )
     sizes = (c.num_heads, c.kv_heads, c.head_dim, c.intermediate_size)
     return Layers([weights], *sizes, c.norm_eps)
+
+
+def greedy_chain(
+    head: object, embed: Callable[[Tensor], Tensor], inv_freq: Tensor
+) -> Chain | None:
+    """A chain of the head's likeliest tokens as one call; None for a head that is not packed whole.
+
+    embed: token ids -> input embeddings; inv_freq: [D / 2], of the head's RoPE
+    """
+    if not isinstance(head, Eagle3Head) or head.compiled is None:
+        return None
+    if not isinstance(head.lm_head, Packed):
+        return None
+    embeddings = embed(head.target_ids).detach().float()
+    norm = head.norm.weight.detach()
+    return Chain(head.compiled, norm, head.lm_head.linear, embeddings, inv_freq)

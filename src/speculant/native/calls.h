@@ -1,4 +1,4 @@
-// Arguments of the library's functions; attention.py, linear.py and layers.py have the same structs.
+// Arguments of the library's functions; attention.py, linear.py, layers.py and chain.py have the same structs.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,52 @@ struct AttentionCall {
   float scale;
 };
 
+struct Matrix {
+  const char *weight;
+  const float *scales, *minima, *bias;
+  int64_t format, inputs, outputs;  // outputs: in whole panels of sixteen
+};
+
+struct Layer {
+  const float *input_norm, *q_norm, *k_norm, *mlp_norm;  // [H], [D] or null, [D] or null, [H]
+  const float *beside_norm;  // [H] or null: an EAGLE layer, see Pass.beside
+  Matrix qkv, out, gate_up, down;
+};
+
+struct Model {
+  const Layer *layers;
+  int64_t count, hidden, heads, kv_heads, dim, middle;
+  float eps;
+};
+
+struct Pass {
+  float *hidden;            // [R, H], in and out; R is B * T, or the sum of counts
+  const float *beside;      // [R, H] or null: its norm stands before hidden's in QKV's input
+  const float *cos, *sin;   // [R, D / 2]
+  float *keys, *values;     // of layer 0; the next one's lie layer_stride further on
+  float *const *taps;       // [count + 1]: where to copy the state that enters a layer, or null
+  const int64_t *slots, *starts;
+  const uint8_t *mask;
+  const int64_t *firsts, *counts;  // [B] or null: see AttentionCall
+  int64_t rows, batch, tokens, behind, layer_stride, row_stride, head_stride;
+  int64_t threads;
+};
+
+struct ChainCall {
+  const Model *model;       // of one layer
+  const Pass *pass;         // of rows of one token: hidden [B, H] predicts each row's first token
+  const float *norm;        // [H], before the LM head
+  Matrix head;              // over the draft vocabulary
+  const float *embeddings;  // [N, H], of the draft vocabulary's tokens
+  const float *cos, *sin;   // [steps - 1, B, D / 2]
+  const int64_t *depths;    // [B]: how many tokens to draft for each row
+  int64_t steps, tokens;    // the deepest of them; N
+  int64_t *ids;             // [B, steps] out: draft ids, -1 from where logits are no numbers
+};
+
 extern "C" {
+void speculant_layers(const Model *model, const Pass *pass);
+void speculant_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t size, float eps);
 void speculant_linear(const LinearCall *call, int format, int threads);
 void speculant_attend(const AttentionCall *call, int bfloat16, int threads);
 }

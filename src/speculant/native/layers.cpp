@@ -14,37 +14,6 @@
 
 namespace {
 
-struct Matrix {
-  const char *weight;
-  const float *scales, *minima, *bias;
-  int64_t format, inputs, outputs;  // outputs: in whole panels of sixteen
-};
-
-struct Layer {
-  const float *input_norm, *q_norm, *k_norm, *mlp_norm;  // [H], [D] or null, [D] or null, [H]
-  const float *beside_norm;  // [H] or null: an EAGLE layer, see Pass.beside
-  Matrix qkv, out, gate_up, down;
-};
-
-struct Model {
-  const Layer *layers;
-  int64_t count, hidden, heads, kv_heads, dim, middle;
-  float eps;
-};
-
-struct Pass {
-  float *hidden;            // [R, H], in and out; R is B * T, or the sum of counts
-  const float *beside;      // [R, H] or null: its norm stands before hidden's in QKV's input
-  const float *cos, *sin;   // [R, D / 2]
-  float *keys, *values;     // of layer 0; the next one's lie layer_stride further on
-  float *const *taps;       // [count + 1]: where to copy the state that enters a layer, or null
-  const int64_t *slots, *starts;
-  const uint8_t *mask;
-  const int64_t *firsts, *counts;  // [B] or null: see AttentionCall
-  int64_t rows, batch, tokens, behind, layer_stride, row_stride, head_stride;
-  int64_t threads;
-};
-
 void norm(const float *x, const float *weight, float *out, int64_t size, float eps) {
   Vec squares = {};
   float rest = 0;

@@ -17,7 +17,9 @@ from .linear import FORMATS, LANES, PackedLinear
 POINTER, INT = ctypes.c_void_p, ctypes.c_int64
 
 
-class _Matrix(ctypes.Structure):
+class Matrix(ctypes.Structure):
+    """Packed weights; calls.h has the same struct, and those below."""
+
     _fields_ = (
         *((name, POINTER) for name in ("weight", "scales", "minima", "bias")),
         *((name, INT) for name in ("format", "inputs", "outputs")),
@@ -28,11 +30,13 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, POINTER) for name in ("input_norm", "q_norm", "k_norm", "mlp_norm")),
         ("beside_norm", POINTER),
-        *((name, _Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
     )
 
 
-class _Model(ctypes.Structure):
+class Model(ctypes.Structure):
+    """Layers and their sizes."""
+
     _fields_ = (
         ("layers", ctypes.POINTER(_Layer)),
         *((name, INT) for name in ("count", "hidden", "heads", "kv_heads", "dim", "middle")),
@@ -40,7 +44,9 @@ class _Model(ctypes.Structure):
     )
 
 
-class _Pass(ctypes.Structure):
+class Pass(ctypes.Structure):
+    """One forward of them."""
+
     _fields_ = (
         *((name, POINTER) for name in ("hidden", "beside", "cos", "sin", "keys", "values", "taps")),
         *((name, POINTER) for name in ("slots", "starts", "mask", "firsts", "counts")),
@@ -86,7 +92,7 @@ class Layers:
         self.hidden, self.half = len(layers[0].input_norm), dim // 2
         array = (_Layer * len(layers))(*(_layer(layer) for layer in layers))
         sizes = (len(layers), self.hidden, heads, kv_heads, dim, middle)
-        self._model = _Model(array, *sizes, eps)
+        self.model = Model(array, *sizes, eps)
 
     def __call__(
         self,
@@ -114,10 +120,10 @@ class Layers:
         cos, sin = angles.cos().contiguous(), angles.sin().contiguous()
         tapped = {tap: torch.empty_like(hidden) for tap in taps}
         count = len(self.weights)
-        pointers = (POINTER * (count + 1))(*(_address(tapped.get(i)) for i in range(count + 1)))
-        call = _Pass(
+        pointers = (POINTER * (count + 1))(*(address(tapped.get(i)) for i in range(count + 1)))
+        call = Pass(
             hidden.data_ptr(),
-            _address(beside),
+            address(beside),
             cos.data_ptr(),
             sin.data_ptr(),
             cache[0].data_ptr(),
@@ -125,9 +131,9 @@ class Layers:
             ctypes.cast(pointers, POINTER),
             reading.slots.data_ptr(),
             reading.starts.data_ptr(),
-            _address(reading.mask),
-            _address(firsts),
-            _address(lengths),
+            address(reading.mask),
+            address(firsts),
+            address(lengths),
             rows,
             batch,
             tokens,
@@ -139,7 +145,7 @@ class Layers:
         )
         loaded = library()
         assert loaded is not None
-        loaded.speculant_layers(ctypes.byref(self._model), ctypes.byref(call))
+        loaded.speculant_layers(ctypes.byref(self.model), ctypes.byref(call))
         return tapped
 
 
@@ -168,15 +174,17 @@ def fits(hidden: int, middle: int) -> bool:
 def _layer(layer: LayerWeights) -> _Layer:
     matrices = (layer.qkv, layer.out, layer.gate_up, layer.down)
     norms = (layer.input_norm, layer.q_norm, layer.k_norm, layer.mlp_norm, layer.beside_norm)
-    return _Layer(*(_address(norm) for norm in norms), *(_matrix(m) for m in matrices))
+    return _Layer(*(address(norm) for norm in norms), *(matrix(m) for m in matrices))
 
 
-def _matrix(linear: PackedLinear) -> _Matrix:
+def matrix(linear: PackedLinear) -> Matrix:
+    """Where the library finds it. The pointers live as long as the linear layer does."""
     outputs, inputs = linear.shape
     parts = (linear.weight, linear.scales, linear.minima, linear.bias)
     width = (outputs + LANES - 1) // LANES * LANES
-    return _Matrix(*(_address(p) for p in parts), FORMATS.index(linear.form), inputs, width)
+    return Matrix(*(address(p) for p in parts), FORMATS.index(linear.form), inputs, width)
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
+    """Where its numbers lie; null for none."""
     return None if tensor is None else tensor.data_ptr()

@@ -65,7 +65,7 @@ def with_copying(
 ) -> Eagle3Head:
     """The head with one more K/V head, whose query heads copy; else it computes what it did.
 
-    batches: text, some ten thousand tokens, to fit the new weights to
+    batches: text, some ten thousand tokens, to fit the new weights to; on the CPU
     """
     c = head.config
     normed, embedded, sink = _halves(head, target, features, batches)
@@ -88,10 +88,8 @@ def with_copying(
         told = tell @ row
         key[d, size:] = told - float(told @ sink) * toward_sink
     value, out = _values(head, target, embedded, dim)
-    first = target.embed(batches[0].tokens[:1, 1]).to(value)
-    value[:, size:] -= torch.outer(
-        value[:, :size] @ head.midlayer.input_layernorm(first)[0], toward_sink
-    )  # nothing is copied from the sink
+    first = _embedded(head, target, batches[0].tokens[0, 1])
+    value[:, size:] -= torch.outer(value[:, :size] @ first, toward_sink)  # the sink is not copied
 
     group = c.num_heads // c.kv_heads
     new = Eagle3Head(replace(c, num_heads=c.num_heads + group, kv_heads=c.kv_heads + 1))
@@ -150,9 +148,8 @@ def _halves(
     normed, embedded, sinks = [], [], []
     for batch in batches:
         states = features.states(batch)
-        layer = head.midlayer
-        told = layer.hidden_norm(head.fuse(states.taps.float()))
-        own = layer.input_layernorm(target.embed(batch.tokens).float())
+        told = head.midlayer.hidden_norm(head.fuse(states.taps.float())).cpu()
+        own = _embedded(head, target, batch.tokens)
         for b, length in enumerate((batch.prompts + batch.answers).tolist()):
             normed.append(told[b, 1 : length - 1])
             embedded.append(own[b, 1 : length - 1])
@@ -160,10 +157,16 @@ def _halves(
     return torch.cat(normed), torch.cat(embedded), torch.stack(sinks).mean(dim=0)
 
 
+def _embedded(head: Eagle3Head, target: Target, tokens: Tensor) -> Tensor:
+    """Normed embeddings [..., H] float32 of tokens [...], as the head's attention reads them."""
+    out: Tensor = head.midlayer.input_layernorm(target.embed(tokens).float())
+    return out.cpu()
+
+
 def _fit(inputs: Tensor, wanted: Tensor, ridge: float = 1e-3) -> Tensor:
     """[a, b] that takes inputs [n, a] nearest to wanted [n, b], by ridge regression."""
     gram = inputs.T @ inputs
-    gram = gram + ridge * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
+    gram = gram + ridge * gram.diagonal().mean() * torch.eye(len(gram))
     out: Tensor = torch.linalg.solve(gram, inputs.T @ wanted)
     return out
 
@@ -176,7 +179,7 @@ def _projection(tokens: Tensor, told: Tensor, count: int) -> Tensor:
     """
     error, spread = told - tokens, tokens.T @ tokens / len(tokens)
     noise = error.T @ error / len(error)
-    noise = noise + 1e-3 * noise.diagonal().mean() * torch.eye(len(noise)).to(noise)
+    noise = noise + 1e-3 * noise.diagonal().mean() * torch.eye(len(noise))
     inverse = torch.linalg.inv(torch.linalg.cholesky(noise))
     vectors = torch.linalg.eigh(inverse @ spread @ inverse.T).eigenvectors
     out: Tensor = vectors.flip(1)[:, :count].T @ inverse
@@ -190,21 +193,22 @@ def _values(head: Eagle3Head, target: Target, embedded: Tensor, dim: int) -> tup
     map from embeddings to those, the `dim` largest parts are kept.
     """
     size = head.config.hidden_size
-    mine = head.midlayer.input_layernorm(target.embed(head.target_ids).float())
+    mine = _embedded(head, target, head.target_ids)
     mine = mine - mine.mean(dim=0)
-    rows = (head.lm_head.weight * head.norm.weight).float()
+    rows = (head.lm_head.weight * head.norm.weight).float().cpu()
     rows = rows - rows.mean(dim=0)
     cover = rows.T @ rows / len(rows)
-    eye = torch.eye(size).to(cover)
-    wanted = torch.linalg.solve(cover + cover.diagonal().mean() * eye, rows.T).T
+    spread = cover + cover.diagonal().mean() * torch.eye(size)
+    wanted = torch.linalg.solve(spread, rows.T).T
     lifted = mine @ _fit(mine, wanted)
     values, vectors = torch.linalg.eigh(cover)
     root = (vectors * values.clamp(min=1e-9).sqrt()) @ vectors.T
-    part = torch.linalg.svd(lifted @ root, full_matrices=False).Vh[:dim]  # [dim, H]
-    code = _fit(mine, lifted @ root @ part.T)  # embedding -> code [H, dim]
+    lifted = lifted @ root
+    part = torch.linalg.eigh(lifted.T @ lifted).eigenvectors.flip(1)[:, :dim].T  # [dim, H]
+    code = _fit(mine, lifted @ part.T)  # embedding -> code [H, dim]
     back = torch.linalg.solve(root, part.T)  # [H, dim]
     lift = float(((mine @ code) @ back.T * rows).sum(dim=1).mean())
-    value = torch.zeros(dim, 2 * size).to(code)
+    value = torch.zeros(dim, 2 * size)
     norm = float((mine @ code).norm(dim=1).mean())
     value[:, :size] = code.T * math.sqrt(dim) / norm
     return value, back * (LIFT * norm / math.sqrt(dim) / lift)

@@ -1,0 +1,92 @@
+// A greedy chain of a one-layer draft head in one call: norm, LM head, the likeliest token, its embedding,
+// the layer, and again. Between those, a step in Python costs as much as the step itself.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "calls.h"
+#include "vectors.h"
+
+namespace {
+
+// The first place of the largest of x, or -1 where one of them is NaN or it is infinite.
+int64_t likeliest(const float *x, int64_t count) {
+  Vec tops = Vec{} - INFINITY;
+  Ints broken = {};
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    const Vec v = load(x + i);
+    tops = larger(v, tops);
+    broken |= v != v;
+  }
+  float top = -INFINITY;
+  bool bad = total(broken) != 0;
+  for (int k = 0; k < LANES; ++k) top = tops[k] > top ? tops[k] : top;
+  for (; i < count; ++i) {
+    top = x[i] > top ? x[i] : top;
+    bad |= x[i] != x[i];
+  }
+  if (bad || !std::isfinite(top)) return -1;
+  for (i = 0; i < count; ++i)
+    if (x[i] == top) return i;
+  return -1;
+}
+
+struct Buffers {
+  std::vector<float> hidden, normed, logits, beside, cos, sin;
+  std::vector<int64_t> rows, slots, starts;
+};
+
+}  // namespace
+
+extern "C" void speculant_chain(const ChainCall *call) {
+  static thread_local Buffers b;  // kept between calls: no allocation in the loop
+  const Model &m = *call->model;
+  Pass pass = *call->pass;
+  const int64_t size = m.hidden, half = m.dim / 2, batch = pass.batch, width = call->head.outputs;
+  b.hidden.assign(pass.hidden, pass.hidden + batch * size);
+  b.slots.assign(pass.slots, pass.slots + batch);
+  b.starts.assign(pass.starts, pass.starts + batch);
+  b.rows.resize(batch);
+  b.normed.resize(batch * size);
+  b.beside.resize(batch * size);
+  b.logits.resize(batch * width);
+  b.cos.resize(batch * half);
+  b.sin.resize(batch * half);
+  for (int64_t r = 0; r < batch; ++r) b.rows[r] = r;
+  for (int64_t i = 0; i < batch * call->steps; ++i) call->ids[i] = -1;
+  int64_t live = batch;
+  for (int64_t step = 0; live; ++step) {
+    speculant_norm(b.hidden.data(), call->norm, b.normed.data(), live, size, m.eps);
+    const LinearCall logits{b.normed.data(), call->head.weight, call->head.scales, call->head.minima,
+                            call->head.bias, b.logits.data(), live, call->head.inputs, width};
+    speculant_linear(&logits, static_cast<int>(call->head.format), static_cast<int>(pass.threads));
+    int64_t kept = 0;
+    for (int64_t i = 0; i < live; ++i) {
+      const int64_t row = b.rows[i], id = likeliest(&b.logits[i * width], call->tokens);
+      call->ids[row * call->steps + step] = id;
+      if (id < 0 || step + 1 >= call->depths[row]) continue;
+      const int64_t turn = (step * batch + row) * half;
+      std::memcpy(&b.beside[kept * size], call->embeddings + id * size, size * sizeof(float));
+      std::memmove(&b.hidden[kept * size], &b.hidden[i * size], size * sizeof(float));
+      std::memcpy(&b.cos[kept * half], call->cos + turn, half * sizeof(float));
+      std::memcpy(&b.sin[kept * half], call->sin + turn, half * sizeof(float));
+      b.rows[kept] = row;
+      b.slots[kept] = b.slots[i];
+      b.starts[kept++] = b.starts[i];
+    }
+    live = kept;
+    if (!live) return;
+    pass.hidden = b.hidden.data();
+    pass.beside = b.beside.data();
+    pass.cos = b.cos.data();
+    pass.sin = b.sin.data();
+    pass.slots = b.slots.data();
+    pass.starts = b.starts.data();
+    pass.rows = pass.batch = live;
+    pass.behind = step;
+    speculant_layers(&m, &pass);
+  }
+}
