@@ -92,9 +92,7 @@ def compiled_layer(head: Eagle3Head) -> Layers | None:
     return Layers([weights], *sizes, c.norm_eps)
 
 
-def greedy_chain(
-    head: object, embed: Callable[[Tensor], Tensor], inv_freq: Tensor
-) -> Chain | None:
+def greedy_chain(head: object, embed: Callable[[Tensor], Tensor], inv_freq: Tensor) -> Chain | None:
     """A chain of the head's likeliest tokens as one call; None for a head that is not packed whole.
 
     embed: token ids -> input embeddings; inv_freq: [D / 2], of the head's RoPE
