@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..heads.base import EagleHead
+from ..native.chain import Pairs
 from ..proposal import Proposal
 from ..sampling import to_probs_rows
 from .base import DraftInfo, DraftRow, Feedback
@@ -140,8 +141,13 @@ class EagleDraft:
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         """Draft a chain or a tree for every row, one pass of the head a depth."""
         depths = [self._depth(row) for row in rows]
-        self._catch_up(rows, depths)
         live = [b for b, depth in enumerate(depths) if depth > 0]
+        mine, deep = [rows[b] for b in live], [depths[b] for b in live]
+        if self._in_step(mine):
+            idle = [row for row, depth in zip(rows, depths, strict=True) if not depth]
+            self._catch_up(idle, [0] * len(idle))
+            return self._placed(live, self._behind_pairs(mine, deep), rows)
+        self._catch_up(rows, depths)
         states = [self._slots[rows[b].slot].output for b in live]
         outputs = [output for output in states if output is not None]
         if not outputs:
@@ -153,14 +159,10 @@ class EagleDraft:
                 self._give_up(rows[b].slot)
         live = [b for b, fine in zip(live, finite, strict=True) if fine]
         hidden = hidden[finite]
+        if not self.tree and live and self._runs_whole([rows[b] for b in live]):
+            some, deep = [rows[b] for b in live], [depths[b] for b in live]
+            return self._placed(live, self._likeliest(some, deep, hidden)[0], rows)
         if not self.tree:
-            mine = [rows[b] for b in live]
-            greedy = all(row.params.greedy for row in rows)
-            if live and greedy and not any(row.history.active for row in mine):
-                chains = self._likeliest(mine, [depths[b] for b in live], hidden)
-                if chains is not None:
-                    found = dict(zip(live, chains, strict=True))
-                    return Proposal.chains([found.get(b, []) for b in range(len(rows))])
             return self._chains(rows, live, depths, hidden)
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in rows]
         if live:
@@ -238,22 +240,59 @@ class EagleDraft:
                 hidden = passes.run(slots, tokens, hidden[:, None], offsets, behind=drafted)[:, 0]
         return chain_proposal(chains, drawn_from, passes.target_vocab, sampled)
 
+    def _runs_whole(self, rows: Sequence[DraftRow]) -> bool:
+        """Whether the library drafts for these rows in one call: greedy chains of a packed head."""
+        greedy = all(row.params.greedy and not row.history.active for row in rows)
+        return greedy and not self.tree and self.passes.chain is not None
+
+    def _in_step(self, rows: Sequence[DraftRow]) -> bool:
+        """Whether that call can run what each of them committed in the last round, too."""
+        if not rows or not self._runs_whole(rows):
+            return False
+        chain, slots = self.passes.chain, [self._slots[row.slot] for row in rows]
+        few = all(0 < len(slot.tokens) <= self.info.depth + 1 for slot in slots)
+        return few and chain is not None and chain.fc is not None
+
+    def _behind_pairs(self, rows: Sequence[DraftRow], depths: Sequence[int]) -> list[list[int]]:
+        """`_likeliest`, once the rows' pending pairs are run: `_run_pending`, in the same call."""
+        passes, slots = self.passes, [self._slots[row.slot] for row in rows]
+        ids = torch.tensor([token for slot in slots for token in slot.tokens])
+        taps = torch.cat([part for slot in slots for part in slot.taps])
+        counts = [len(slot.tokens) for slot in slots]
+        pairs = Pairs(taps, passes.embed(ids).to(taps).contiguous(), counts)
+        chains, first = self._likeliest(rows, depths, pairs)
+        finite = first.isfinite().all(dim=1).tolist()
+        for i, (row, slot) in enumerate(zip(rows, slots, strict=True)):
+            slot.output, slot.taps, slot.tokens = first[i], [], []
+            if not finite[i]:
+                self._give_up(row.slot)
+                chains[i] = []
+        return chains
+
     def _likeliest(
-        self, rows: Sequence[DraftRow], depths: Sequence[int], hidden: Tensor
-    ) -> list[list[int]] | None:
-        """What `_chains` drafts for greedy rows, in one call; None where the head has none."""
+        self, rows: Sequence[DraftRow], depths: Sequence[int], first: Tensor | Pairs
+    ) -> tuple[list[list[int]], Tensor]:
+        """What `_chains` drafts for these rows, and the outputs [b, H] that it begins with."""
         passes, chains = self.passes, []
-        if passes.chain is None:
-            return None
+        assert passes.chain is not None
         slots = [row.slot for row in rows]
         starts = [passes.cache.lengths[slot] for slot in slots]
-        drafted = passes.chain(hidden, depths, slots, starts, passes.cache.data)
-        for slot, start, ids in zip(slots, starts, drafted, strict=True):
+        drafted, outputs = passes.chain(first, depths, slots, starts, passes.cache.data)
+        for i, (slot, ids) in enumerate(zip(slots, drafted, strict=True)):
+            if isinstance(first, Pairs):
+                passes.cache.advance(slot, first.counts[i])
             sound = ids.index(-1) if -1 in ids else len(ids)
             if sound < len(ids):  # NaN may lie behind its length
-                passes.cache.erase(slot, start)
+                passes.cache.erase(slot, passes.cache.lengths[slot])
             chains.append([passes.targets[draft_id] for draft_id in ids[:sound]])
-        return chains
+        return chains, outputs
+
+    def _placed(
+        self, live: Sequence[int], chains: Sequence[list[int]], rows: Sequence[DraftRow]
+    ) -> Proposal:
+        """The proposal in which these batch rows have these chains, and the others none."""
+        found = dict(zip(live, chains, strict=True))
+        return Proposal.chains([found.get(b, []) for b in range(len(rows))])
 
     def _depth(self, row: DraftRow) -> int:
         """How far to draft, settled before anything is sampled."""

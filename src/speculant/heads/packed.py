@@ -102,5 +102,7 @@ def greedy_chain(head: object, embed: Callable[[Tensor], Tensor], inv_freq: Tens
     if not isinstance(head.lm_head, Packed):
         return None
     embeddings = embed(head.target_ids).detach().float()
-    norm = head.norm.weight.detach()
-    return Chain(head.compiled, norm, head.lm_head.linear, embeddings, inv_freq)
+    norm, c = head.norm.weight.detach(), head.config
+    plain = isinstance(head.fc, Packed) and not c.norm_before_fc and not c.fc_norm
+    fc = head.fc.linear if plain else None
+    return Chain(head.compiled, norm, head.lm_head.linear, embeddings, inv_freq, fc)

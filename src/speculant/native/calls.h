@@ -58,14 +58,16 @@ struct Pass {
 
 struct ChainCall {
   const Model *model;       // of one layer
-  const Pass *pass;         // of rows of one token: hidden [B, H] predicts each row's first token
+  const Pass *pass;         // hidden [B, H] in, or out with taps: predicts each row's first token
   const float *norm;        // [H], before the LM head
-  Matrix head;              // over the draft vocabulary
+  Matrix fc, head;          // fc: taps to features; head: over the draft vocabulary
   const float *embeddings;  // [N, H], of the draft vocabulary's tokens
   const float *cos, *sin;   // [steps - 1, B, D / 2]
   const int64_t *depths;    // [B]: how many tokens to draft for each row
   int64_t steps, tokens;    // the deepest of them; N
   int64_t *ids;             // [B, steps] out: draft ids, -1 from where logits are no numbers
+  const float *taps;        // [R, fc.inputs] or null: pairs to run first, pass.counts of each row; then
+  float *features;          // [R, H], room for what they become; pass.beside, cos, sin: [R, ...]
 };
 
 extern "C" {
