@@ -102,16 +102,20 @@ class Decoder:
         proposal = proposal.to(self.target.info.device)
         if not proposal.width:
             return proposal
-        tokens = proposal.tokens.masked_fill(~proposal.real, 0)
+        tokens, probs = proposal.tokens, proposal.draft_probs
         vocab = self.target.info.vocab_size
-        if bool(((tokens < 0) | (tokens >= vocab)).any()):
-            raise ValueError(f"{self.draft.info.name} proposed a token outside 0..{vocab - 1}")
+        lowest, highest = tokens.aminmax()
+        if lowest < 0 or highest >= vocab:  # what is padding may be anything
+            tokens = tokens.masked_fill(~proposal.real, 0)
+            if bool(((tokens < 0) | (tokens >= vocab)).any()):
+                raise ValueError(f"{self.draft.info.name} proposed a token outside 0..{vocab - 1}")
+        elif probs is None:
+            return proposal
         lengths = proposal.num_nodes
-        if proposal.draft_probs is not None:
-            sane = proposal.draft_probs.sum(dim=-1).isfinite()
+        if probs is not None:
+            sane = probs.sum(dim=-1).isfinite()
             lengths = sane.to(torch.int64).cumprod(dim=1).sum(dim=1).minimum(lengths)
-        probs, window = proposal.draft_probs, proposal.window
-        return Proposal(tokens, proposal.parents, probs, lengths, window)
+        return Proposal(tokens, proposal.parents, probs, lengths, proposal.window)
 
     def _forward(
         self, rows: Sequence[Row], proposal: Proposal

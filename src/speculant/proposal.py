@@ -8,12 +8,19 @@ is row 0 and node i is row i + 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 ROOT = -1
+
+
+@lru_cache(maxsize=128)
+def chain_parents(n: int) -> Tensor:
+    """Parents [n] of one branch: -1, 0, 1, ... The same tensor every time: not to be written to."""
+    return torch.arange(-1, n - 1)
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Proposal:
                  distribution without replacement, in index order
     lengths:     [B] int64, real nodes per row (default: all n)
     window:      rows that ride along unverified (Lookahead)
+    is_chain:    known to be one branch, every row: its parents are `chain_parents`
     """
 
     tokens: Tensor
@@ -58,11 +66,13 @@ class Proposal:
     draft_probs: Tensor | None = None
     lengths: Tensor | None = None
     window: Window | None = None
+    is_chain: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         if self.tokens.dim() != 2:
             raise ValueError(f"Proposal.tokens must be [B, n], got {tuple(self.tokens.shape)}")
         rows, n = self.tokens.shape
+        object.__setattr__(self, "is_chain", self.parents is chain_parents(n))
         if self.parents.dim() == 1:
             object.__setattr__(self, "parents", self.parents.expand(rows, n))
         if self.parents.shape != (rows, n):
@@ -70,9 +80,10 @@ class Proposal:
         if self.lengths is None:
             whole = torch.full((rows,), n, dtype=torch.int64, device=self.tokens.device)
             object.__setattr__(self, "lengths", whole)
-        order = torch.arange(n, device=self.parents.device)
-        if n and bool(((self.parents >= order) | (self.parents < ROOT)).any()):
-            raise ValueError("Proposal.parents: a parent must come before its children")
+        if n and not self.is_chain:
+            order = torch.arange(n, device=self.parents.device)
+            if bool(((self.parents >= order) | (self.parents < ROOT)).any()):
+                raise ValueError("Proposal.parents: a parent must come before its children")
         if self.draft_probs is not None and self.draft_probs.shape[:2] != (rows, n):
             raise ValueError(
                 f"Proposal.draft_probs is {tuple(self.draft_probs.shape)}, tokens {rows}x{n}"
@@ -129,7 +140,10 @@ class Proposal:
     @staticmethod
     def chains(rows: Sequence[Sequence[int]], window: Window | None = None) -> Proposal:
         """A ragged batch of chosen chains, one list of token ids a row (may be empty)."""
-        return Proposal.trees([(row, range(-1, len(row) - 1)) for row in rows], window)
+        n = max(map(len, rows), default=0)
+        ids = torch.tensor([[*row, *[0] * (n - len(row))] for row in rows], dtype=torch.int64)
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        return Proposal(ids.view(len(rows), n), chain_parents(n), None, lengths, window)
 
     @staticmethod
     def trees(

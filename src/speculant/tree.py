@@ -23,6 +23,8 @@ def is_chain(parents: Tensor) -> bool:
 
 def chain_rows(proposal: Proposal) -> Tensor:
     """[B] bool: which rows of a proposal are one branch, their padding aside."""
+    if proposal.is_chain:
+        return torch.ones_like(proposal.num_nodes, dtype=torch.bool)
     order = torch.arange(-1, proposal.width - 1, device=proposal.parents.device)
     return ((proposal.parents == order) | ~proposal.real).all(dim=1)
 
@@ -129,7 +131,7 @@ def forward_layout(proposal: Proposal) -> tuple[Tensor, Tensor, Tensor | None]:
     parents, window = proposal.parents, proposal.window
     if window is None and not proposal.width:
         return proposal.tokens, parents.new_zeros(len(parents), 1), None
-    if window is None and is_chain(parents):
+    if window is None and (proposal.is_chain or is_chain(parents)):
         offsets = torch.arange(proposal.width + 1, device=parents.device)
         return proposal.tokens, offsets.expand(len(parents), -1), None
     mask = ancestor_mask(parents)

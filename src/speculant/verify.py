@@ -29,6 +29,13 @@ def verify_chosen(proposal: Proposal, target_tokens: Tensor) -> Verdict:
     if n == 0:  # plain decoding, every round: as few operators as it takes
         whole = torch.ones(rows, dtype=torch.bool, device=tokens.device)
         return _verdict([], target_tokens[:, 0], whole, rows, tokens.device)
+    if proposal.is_chain:
+        match = (tokens == target_tokens[:, :n]) & proposal.real
+        accepted = match.to(torch.int64).cumprod(dim=1).sum(dim=1)  # shape: [B]
+        order = torch.arange(n, device=tokens.device)
+        path = torch.where(order < accepted[:, None], order, -1)
+        last = target_tokens.gather(1, accepted[:, None]).squeeze(1)
+        return Verdict(accepted, path, last, accepted == proposal.num_nodes)
     node = torch.zeros(rows, 1, dtype=torch.int64, device=tokens.device)
     steps: list[Tensor] = []
     while True:
