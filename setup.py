@@ -10,7 +10,7 @@ from setuptools import Extension, setup
 
 MARCH = os.environ.get("SPECULANT_MARCH", "native")
 FLAGS = ["-O3", f"-march={MARCH}", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno"]
-SOURCES = ["attention", "chain", "layers", "library", "linear"]
+SOURCES = ["attention", "chain", "layers", "library", "linear", "tree"]
 
 setup(
     ext_modules=[

@@ -23,6 +23,7 @@ from speculant.heads.medusa import MedusaConfig, MedusaHead
 from speculant.heads.packed import Packed, pack
 from speculant.native.library import library
 from speculant.native.linear import quantise, rounded
+from speculant.prices import Prices
 
 H, V = 64, 96
 SIZES: dict[str, Any] = {
@@ -173,6 +174,7 @@ class Round(NamedTuple):
     """What a round drafted, how many entries each row then had, and the cache."""
 
     chains: list[list[int]]
+    parents: list[list[int]]
     lengths: list[int]
     cache: Tensor
 
@@ -183,10 +185,12 @@ def drafts_of(
     in_one_call: bool,
     budgets: Sequence[tuple[int, ...]],
     broken: float = 0.0,
+    tree: int = 0,
+    prices: Sequence[Prices | None] = (None,) * 4,
 ) -> list[Round]:
     """Rounds of four rows behind prompts of unlike length. Row b commits b + 1 tokens after each, of
     which the states of row 2 are broken."""
-    draft = EagleDraft(head, lambda ids: embedding[ids], V, 5)
+    draft = EagleDraft(head, lambda ids: embedding[ids], V, 5, tree, 4)
     assert draft.passes.chain is not None
     if not in_one_call:
         draft.passes.chain = None
@@ -200,13 +204,14 @@ def drafts_of(
         draft.prefill(row, 0, torch.randn(count, 2 * H, generator=g))
         rows.append(row)
     for depths in budgets:
-        for row, depth in zip(rows, depths, strict=True):
-            row.budget = depth
+        for row, depth, price in zip(rows, depths, prices, strict=True):
+            row.budget, row.prices = depth, price
         proposal = draft.propose(rows)
         counts = proposal.num_nodes.tolist()
         chains = [ids[:n] for ids, n in zip(proposal.tokens.tolist(), counts, strict=True)]
+        above = [p[:n] for p, n in zip(proposal.parents.tolist(), counts, strict=True)]
         cache = draft.passes.cache
-        done.append(Round(chains, list(cache.lengths), cache.data.clone()))
+        done.append(Round(chains, above, list(cache.lengths), cache.data.clone()))
         committed = [torch.randint(V, (b + 1,), generator=g).tolist() for b in range(4)]
         for row, tokens in zip(rows, committed, strict=True):
             row.tokens += tokens
@@ -236,6 +241,42 @@ def test_a_chain_in_one_call_is_the_chain_step_by_step() -> None:
             a, b = (r.cache[:, :, slot, :, :length] for r in (one, other))
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
     assert len({tuple(chain) for chain in mine[-1].chains}) > 1
+
+
+PRICES = Prices(0.08, tuple(0.4 * n for n in range(1, 13)), 0.3)
+
+
+@compiled
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "prices", [(None,) * 4, (PRICES,) * 4, (PRICES, None, Prices(0.05, (1.0, 2.0, 4.0), 0.0), None)]
+)
+def test_a_tree_in_one_call_is_the_tree_level_by_level(prices: Sequence[Prices | None]) -> None:
+    """The same nodes in the same order, whatever they cost, behind the same pairs."""
+    embedding = torch.randn(V, H, generator=torch.Generator().manual_seed(2))
+    packed: Any = pack(make("eagle3"))
+    with torch.no_grad():
+        packed.norm.weight *= 3.0  # as sure of itself as a trained one
+    budgets = [(5, 5, 5, 5), (5, 2, 3, 0), (1, 1, 1, 1), (4, 5, 5, 5), (0, 3, 0, 2), (5, 0, 5, 5)]
+    budgets += [(0, 0, 0, 0)] * 9 + [(5, 5, 5, 5)] * 4
+    sizes: set[int] = set()
+    for only in range(4):  # by the operators, a row that is priced widens the passes of the others
+        some = [tuple(d if b == only else 0 for b, d in enumerate(depths)) for depths in budgets]
+        mine = drafts_of(packed, embedding, True, some, tree=9, prices=prices)
+        want = drafts_of(packed, embedding, False, some, tree=9, prices=prices)
+        for one, other in zip(mine, want, strict=True):
+            assert (one.chains, one.parents) == (other.chains, other.parents)
+            assert one.lengths == other.lengths
+            for slot, length in enumerate(one.lengths):
+                a, b = (r.cache[:, :, slot, :, :length] for r in (one, other))
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+            sizes.add(len(one.chains[only]))
+        together = drafts_of(packed, embedding, True, budgets, tree=9, prices=prices)
+        for one, all_, depths in zip(mine, together, budgets, strict=True):
+            if depths[only]:
+                assert one.chains[only] == all_.chains[only]
+    assert max(sizes) > 3
+    assert len(sizes) > 2
 
 
 @compiled

@@ -26,7 +26,7 @@ from ..proposal import Proposal
 from ..sampling import to_probs_rows
 from .base import DraftInfo, DraftRow, Feedback
 from .eagle_head import CachedHead
-from .eagle_tree import FIXED, Trust, grow_trees, plant_fixed
+from .eagle_tree import FIXED, Tree, Trust, grow_trees, plant_fixed
 from .sample import argmax_tokens, chain_proposal, draw_tokens, sound_rows
 
 MOST_PENDING = 256
@@ -142,11 +142,11 @@ class EagleDraft:
         """Draft a chain or a tree for every row, one pass of the head a depth."""
         depths = [self._depth(row) for row in rows]
         live = [b for b, depth in enumerate(depths) if depth > 0]
-        mine, deep = [rows[b] for b in live], [depths[b] for b in live]
-        if self._in_step(mine):
+        if self._in_step([rows[b] for b in live]):
             idle = [row for row, depth in zip(rows, depths, strict=True) if not depth]
             self._catch_up(idle, [0] * len(idle))
-            return self._placed(live, self._behind_pairs(mine, deep), rows)
+            mine = self._behind_pairs([rows[b] for b in live], [depths[b] for b in live])
+            return self._placed(live, mine, rows)
         self._catch_up(rows, depths)
         states = [self._slots[rows[b].slot].output for b in live]
         outputs = [output for output in states if output is not None]
@@ -159,9 +159,9 @@ class EagleDraft:
                 self._give_up(rows[b].slot)
         live = [b for b, fine in zip(live, finite, strict=True) if fine]
         hidden = hidden[finite]
-        if not self.tree and live and self._runs_whole([rows[b] for b in live]):
+        if live and self._runs_whole([rows[b] for b in live]):
             some, deep = [rows[b] for b in live], [depths[b] for b in live]
-            return self._placed(live, self._likeliest(some, deep, hidden)[0], rows)
+            return self._placed(live, self._in_one_call(some, deep, hidden)[0], rows)
         if not self.tree:
             return self._chains(rows, live, depths, hidden)
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in rows]
@@ -241,9 +241,11 @@ class EagleDraft:
         return chain_proposal(chains, drawn_from, passes.target_vocab, sampled)
 
     def _runs_whole(self, rows: Sequence[DraftRow]) -> bool:
-        """Whether the library drafts for these rows in one call: greedy chains of a packed head."""
-        greedy = all(row.params.greedy and not row.history.active for row in rows)
-        return greedy and not self.tree and self.passes.chain is not None
+        """Whether the library drafts for these rows in one call, of a head that it runs whole: chosen
+        trees, and chains of greedy rows."""
+        if self.passes.chain is None or self.fixed or any(row.history.active for row in rows):
+            return False
+        return bool(self.tree) or all(row.params.greedy for row in rows)
 
     def _in_step(self, rows: Sequence[DraftRow]) -> bool:
         """Whether that call can run what each of them committed in the last round, too."""
@@ -253,46 +255,62 @@ class EagleDraft:
         few = all(0 < len(slot.tokens) <= self.info.depth + 1 for slot in slots)
         return few and chain is not None and chain.fc is not None
 
-    def _behind_pairs(self, rows: Sequence[DraftRow], depths: Sequence[int]) -> list[list[int]]:
-        """`_likeliest`, once the rows' pending pairs are run: `_run_pending`, in the same call."""
+    def _behind_pairs(self, rows: Sequence[DraftRow], depths: Sequence[int]) -> list[Tree]:
+        """`_in_one_call`, once the rows' pending pairs are run: `_run_pending`, in the same call."""
         passes, slots = self.passes, [self._slots[row.slot] for row in rows]
         ids = torch.tensor([token for slot in slots for token in slot.tokens])
         taps = torch.cat([part for slot in slots for part in slot.taps])
         counts = [len(slot.tokens) for slot in slots]
         pairs = Pairs(taps, passes.embed(ids).to(taps).contiguous(), counts)
-        chains, first = self._likeliest(rows, depths, pairs)
+        drafted, first = self._in_one_call(rows, depths, pairs)
         finite = first.isfinite().all(dim=1).tolist()
         for i, (row, slot) in enumerate(zip(rows, slots, strict=True)):
             slot.output, slot.taps, slot.tokens = first[i], [], []
             if not finite[i]:
                 self._give_up(row.slot)
-                chains[i] = []
-        return chains
+                drafted[i] = ([], [])
+        return drafted
 
-    def _likeliest(
+    def _in_one_call(
         self, rows: Sequence[DraftRow], depths: Sequence[int], first: Tensor | Pairs
-    ) -> tuple[list[list[int]], Tensor]:
-        """What `_chains` drafts for these rows, and the outputs [b, H] that it begins with."""
-        passes, chains = self.passes, []
-        assert passes.chain is not None
+    ) -> tuple[list[Tree], Tensor]:
+        """What `_chains` or `grow_trees` draft for these rows, and the outputs [b, H] behind which."""
+        cache, chain, targets = self.passes.cache, self.passes.chain, self.passes.targets
+        assert chain is not None
         slots = [row.slot for row in rows]
-        starts = [passes.cache.lengths[slot] for slot in slots]
-        drafted, outputs = passes.chain(first, depths, slots, starts, passes.cache.data)
-        for i, (slot, ids) in enumerate(zip(slots, drafted, strict=True)):
+        parts = (first, depths, slots, [cache.lengths[slot] for slot in slots], cache.data)
+        out: list[Tree] = []
+        broken: list[bool] = []
+        if self.tree:
+            branch, prices = min(self.branch, len(targets)), [row.prices for row in rows]
+            trust = [self._slots[slot].trust.share for slot in slots]
+            grown, outputs = chain.trees(*parts, branch, self.tree, prices, trust)
+            for slot, tree in zip(slots, grown, strict=True):
+                self._slots[slot].hoped = tree.hoped
+                out.append(([targets[i] for i in tree.ids], tree.parents))
+                broken.append(tree.broken)
+        else:
+            chains, outputs = chain(*parts)
+            for ids in chains:
+                broken.append(-1 in ids)
+                tokens = [targets[i] for i in (ids[: ids.index(-1)] if -1 in ids else ids)]
+                out.append((tokens, list(range(-1, len(tokens) - 1))))
+        for i, slot in enumerate(slots):
             if isinstance(first, Pairs):
-                passes.cache.advance(slot, first.counts[i])
-            sound = ids.index(-1) if -1 in ids else len(ids)
-            if sound < len(ids):  # NaN may lie behind its length
-                passes.cache.erase(slot, passes.cache.lengths[slot])
-            chains.append([passes.targets[draft_id] for draft_id in ids[:sound]])
-        return chains, outputs
+                cache.advance(slot, first.counts[i])
+            if broken[i]:
+                cache.erase(slot, cache.lengths[slot])
+        return out, outputs
 
     def _placed(
-        self, live: Sequence[int], chains: Sequence[list[int]], rows: Sequence[DraftRow]
+        self, live: Sequence[int], drafted: Sequence[Tree], rows: Sequence[DraftRow]
     ) -> Proposal:
-        """The proposal in which these batch rows have these chains, and the others none."""
-        found = dict(zip(live, chains, strict=True))
-        return Proposal.chains([found.get(b, []) for b in range(len(rows))])
+        """The proposal in which these batch rows have these trees, and the others nothing."""
+        found = dict(zip(live, drafted, strict=True))
+        trees = [found.get(b, ([], [])) for b in range(len(rows))]
+        if self.tree:
+            return Proposal.trees(trees)
+        return Proposal.chains([tokens for tokens, _ in trees])
 
     def _depth(self, row: DraftRow) -> int:
         """How far to draft, settled before anything is sampled."""

@@ -70,7 +70,20 @@ struct ChainCall {
   float *features;          // [R, H], room for what they become; pass.beside, cos, sin: [R, ...]
 };
 
+struct TreeCall {
+  const ChainCall *draft;   // steps, ids: not read; depths: levels of each row's tree
+  int64_t branch, count;    // k, nodes expanded a level and children of each; most nodes of a tree
+  const float *const *node_ms;  // [B] of [priced[b]], or null for a row without prices; see prices.py
+  const int64_t *priced;    // [B]
+  const float *rates, *step_ms, *trust;  // [B]
+  int64_t *ids, *parents;   // [B, count] out: draft ids, and places in the tree or -1
+  int64_t *sizes;           // [B] out: nodes of each
+  float *hoped;             // [B] out: the sum of their confidences
+  uint8_t *broken;          // [B] out: numbers that are none may lie behind the row's length
+};
+
 extern "C" {
+void speculant_catch_up(const ChainCall *call);
 void speculant_layers(const Model *model, const Pass *pass);
 void speculant_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t size, float eps);
 void speculant_linear(const LinearCall *call, int format, int threads);

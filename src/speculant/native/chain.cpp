@@ -40,8 +40,16 @@ void multiply(const Matrix &m, const float *x, float *out, int64_t rows, int64_t
   speculant_linear(&call, static_cast<int>(m.format), static_cast<int>(threads));
 }
 
+struct Buffers {
+  std::vector<float> hidden, normed, logits, beside, cos, sin;
+  std::vector<int64_t> rows, slots, starts;
+};
+
+}  // namespace
+
 // Run the pairs made of the target's states; the last output of each row into pass.hidden.
-void catch_up(const ChainCall &call) {
+extern "C" void speculant_catch_up(const ChainCall *to) {
+  const ChainCall &call = *to;
   Pass pass = *call.pass;
   const int64_t size = call.model->hidden;
   multiply(call.fc, call.taps, call.features, pass.rows, pass.threads);
@@ -53,17 +61,10 @@ void catch_up(const ChainCall &call) {
   }
 }
 
-struct Buffers {
-  std::vector<float> hidden, normed, logits, beside, cos, sin;
-  std::vector<int64_t> rows, slots, starts;
-};
-
-}  // namespace
-
 extern "C" void speculant_chain(const ChainCall *call) {
   static thread_local Buffers b;  // kept between calls: no allocation in the loop
   const Model &m = *call->model;
-  if (call->taps) catch_up(*call);
+  if (call->taps) speculant_catch_up(call);
   Pass pass = *call->pass;
   const int64_t size = m.hidden, half = m.dim / 2, batch = pass.batch, width = call->head.outputs;
   b.hidden.assign(pass.hidden, pass.hidden + batch * size);

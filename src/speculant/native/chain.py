@@ -1,14 +1,16 @@
-"""A greedy chain of a one-layer draft head in one call of the compiled library."""
+"""A greedy chain, or a dynamic tree, of a one-layer draft head in one call of the compiled library."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ..prices import Prices
 from .layers import INT, POINTER, Layers, Matrix, Model, Pass, address, matrix
 from .library import library
 from .linear import PackedLinear
@@ -26,6 +28,39 @@ class Call(ctypes.Structure):
         *((name, INT) for name in ("steps", "tokens")),
         *((name, POINTER) for name in ("ids", "taps", "features")),
     )
+
+
+class TreeCall(ctypes.Structure):
+    """The arguments of `speculant_tree`; calls.h has the same struct."""
+
+    _fields_ = (
+        ("draft", ctypes.POINTER(Call)),
+        *((name, INT) for name in ("branch", "count")),
+        *((name, POINTER) for name in ("node_ms", "priced", "rates", "step_ms", "trust")),
+        *((name, POINTER) for name in ("ids", "parents", "sizes", "hoped", "broken")),
+    )
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A row's tree. ids, parents: of its nodes, draft ids and places among them or -1
+
+    hoped: the sum of its nodes' confidences; broken: NaN may lie behind the row's length
+    """
+
+    ids: list[int]
+    parents: list[int]
+    hoped: float
+    broken: bool
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A call, what it begins with [B, H], and what its pointers need kept."""
+
+    call: Call
+    hidden: Tensor
+    kept: tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -76,6 +111,68 @@ class Chain:
         slots, starts: of each row in `cache`, `KVCache.data`; pairs and what is drafted lie behind
         A row ends with -1 where a logit is NaN, or the largest is infinite.
         """
+        work = self._prepared(first, depths, slots, starts, cache)
+        ids = torch.empty(len(slots), max(depths), dtype=torch.int64)
+        work.call.ids = ids.data_ptr()
+        _loaded().speculant_chain(ctypes.byref(work.call))
+        chains = [row[:depth] for row, depth in zip(ids.tolist(), depths, strict=True)]
+        return chains, work.hidden
+
+    def trees(
+        self,
+        first: Tensor | Pairs,
+        depths: Sequence[int],
+        slots: Sequence[int],
+        starts: Sequence[int],
+        cache: Tensor,
+        branch: int,
+        count: int,
+        prices: Sequence[Prices | None],
+        trust: Sequence[float],
+    ) -> tuple[list[Tree], Tensor]:
+        """A tree of at most `count` nodes and `depths` levels for every row; the rest as of a chain.
+
+        branch: nodes expanded a level, and children of each; prices, trust: see `drafts.eagle_tree`
+        """
+        work, rows = self._prepared(first, depths, slots, starts, cache), len(slots)
+        where = torch.empty(2, rows, count, dtype=torch.int64)
+        sizes, hoped = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        broken = torch.empty(rows, dtype=torch.uint8)
+        times = [None if p is None else _floats(p.nodes_ms) for p in prices]
+        pointers = (POINTER * rows)()
+        for b, mine in enumerate(times):
+            pointers[b] = None if mine is None else ctypes.addressof(mine)
+        lengths = torch.tensor([len(p.nodes_ms) if p else 0 for p in prices])
+        numbers = [(p.rate, p.step_ms) if p else (0.0, 0.0) for p in prices]
+        rates, step_ms = zip(*numbers, strict=True)
+        floats = torch.tensor([rates, step_ms, trust])  # shape: [3, B]
+        call = TreeCall(
+            ctypes.pointer(work.call),
+            branch,
+            count,
+            ctypes.cast(pointers, POINTER),
+            lengths.data_ptr(),
+            *(row.data_ptr() for row in floats),
+            where[0].data_ptr(),
+            where[1].data_ptr(),
+            sizes.data_ptr(),
+            hoped.data_ptr(),
+            broken.data_ptr(),
+        )
+        _loaded().speculant_tree(ctypes.byref(call))
+        ids, above = where.tolist()
+        parts = zip(ids, above, sizes.tolist(), hoped.tolist(), broken.tolist(), strict=True)
+        return [Tree(i[:n], a[:n], h, bool(b)) for i, a, n, h, b in parts], work.hidden
+
+    def _prepared(
+        self,
+        first: Tensor | Pairs,
+        depths: Sequence[int],
+        slots: Sequence[int],
+        starts: Sequence[int],
+        cache: Tensor,
+    ) -> _Work:
+        """The call, but for where its results go."""
         batch, steps = len(slots), max(depths)
         pairs = first if isinstance(first, Pairs) else None
         counts = [0] * batch if pairs is None else pairs.counts
@@ -98,7 +195,6 @@ class Chain:
         angles = turns[:, None].float() * self.inv_freq  # shape: [R + (steps - 1) * B, D / 2]
         cos, sin = angles.cos(), angles.sin()
         done = 0 if pairs is None else rows * cos.stride(0) * cos.element_size()
-        ids = torch.empty(batch, steps, dtype=torch.int64)
         work = Pass(
             hidden=hidden.data_ptr(),
             beside=None if pairs is None else pairs.embedded.data_ptr(),
@@ -130,12 +226,19 @@ class Chain:
             where[2].data_ptr(),
             steps,
             len(self.embeddings),
-            ids.data_ptr(),
+            None,
             None if pairs is None else pairs.taps.data_ptr(),
             address(features),
         )
-        loaded = library()
-        assert loaded is not None
-        loaded.speculant_chain(ctypes.byref(call))
-        chains = [row[:depth] for row, depth in zip(ids.tolist(), depths, strict=True)]
-        return chains, hidden
+        return _Work(call, hidden, (where, firsts, features, cos, sin, pairs))
+
+
+@lru_cache(maxsize=64)
+def _floats(numbers: tuple[float, ...]) -> ctypes.Array[ctypes.c_float]:
+    return (ctypes.c_float * len(numbers))(*numbers)
+
+
+def _loaded() -> ctypes.CDLL:
+    loaded = library()
+    assert loaded is not None
+    return loaded
