@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..heads.base import EagleHead
-from ..native.chain import Pairs
+from ..heads.packed import Pairs
 from ..proposal import Proposal
 from ..sampling import to_probs_rows
 from .base import DraftInfo, DraftRow, Feedback
@@ -282,7 +282,8 @@ class EagleDraft:
         out: list[Tree] = []
         broken: list[bool] = []
         if self.tree:
-            branch, prices = min(self.branch, len(targets)), [row.prices for row in rows]
+            branch = min(self.branch, len(targets))
+            prices = [p and (p.rate, p.nodes_ms, p.step_ms) for p in (r.prices for r in rows)]
             trust = [self._slots[slot].trust.share for slot in slots]
             grown, outputs = chain.trees(*parts, branch, self.tree, prices, trust)
             for slot, tree in zip(slots, grown, strict=True):

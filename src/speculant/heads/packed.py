@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..native.attention import can_attend
 from ..native.chain import Chain
+from ..native.chain import Pairs as Pairs
 from ..native.layers import Layers, LayerWeights
 from ..native.layers import fits as fits_layers
 from ..native.linear import PackedLinear, can_pack, quantise

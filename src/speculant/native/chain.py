@@ -10,10 +10,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..prices import Prices
 from .layers import INT, POINTER, Layers, Matrix, Model, Pass, address, matrix
 from .library import library
 from .linear import PackedLinear
+
+
+Priced = tuple[float, tuple[float, ...], float]
+"""The numbers of `prices.Prices`, in order."""
 
 
 class Call(ctypes.Structure):
@@ -127,23 +130,25 @@ class Chain:
         cache: Tensor,
         branch: int,
         count: int,
-        prices: Sequence[Prices | None],
+        prices: Sequence[Priced | None],
         trust: Sequence[float],
     ) -> tuple[list[Tree], Tensor]:
         """A tree of at most `count` nodes and `depths` levels for every row; the rest as of a chain.
 
-        branch: nodes expanded a level, and children of each; prices, trust: see `drafts.eagle_tree`
+        branch: nodes expanded a level, and children of each
+        prices: tokens a millisecond, milliseconds of 1, 2, ... nodes and of a pass, as in
+                `prices.Prices`; trust: see `drafts.eagle_tree`
         """
         work, rows = self._prepared(first, depths, slots, starts, cache), len(slots)
         where = torch.empty(2, rows, count, dtype=torch.int64)
         sizes, hoped = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
         broken = torch.empty(rows, dtype=torch.uint8)
-        times = [None if p is None else _floats(p.nodes_ms) for p in prices]
+        times = [None if p is None else _floats(p[1]) for p in prices]
         pointers = (POINTER * rows)()
         for b, mine in enumerate(times):
             pointers[b] = None if mine is None else ctypes.addressof(mine)
-        lengths = torch.tensor([len(p.nodes_ms) if p else 0 for p in prices])
-        numbers = [(p.rate, p.step_ms) if p else (0.0, 0.0) for p in prices]
+        lengths = torch.tensor([len(p[1]) if p else 0 for p in prices])
+        numbers = [(p[0], p[2]) if p else (0.0, 0.0) for p in prices]
         rates, step_ms = zip(*numbers, strict=True)
         floats = torch.tensor([rates, step_ms, trust])  # shape: [3, B]
         call = TreeCall(
