@@ -283,7 +283,10 @@ class EagleDraft:
         broken: list[bool] = []
         if self.tree:
             branch = min(self.branch, len(targets))
-            prices = [p and (p.rate, p.nodes_ms, p.step_ms) for p in (r.prices for r in rows)]
+            prices = [
+                None if p is None else (p.rate, p.nodes_ms, p.step_ms)
+                for p in (row.prices for row in rows)
+            ]
             trust = [self._slots[slot].trust.share for slot in slots]
             grown, outputs = chain.trees(*parts, branch, self.tree, prices, trust)
             for slot, tree in zip(slots, grown, strict=True):

@@ -14,7 +14,6 @@ from .layers import INT, POINTER, Layers, Matrix, Model, Pass, address, matrix
 from .library import library
 from .linear import PackedLinear
 
-
 Priced = tuple[float, tuple[float, ...], float]
 """The numbers of `prices.Prices`, in order."""
 
