@@ -15,36 +15,23 @@ again from the target's features.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from ..heads.base import EagleHead
-from ..heads.packed import Pairs
 from ..proposal import Proposal
 from ..sampling import to_probs_rows
 from .base import DraftInfo, DraftRow, Feedback
+from .eagle_call import OneCall, Slot
 from .eagle_head import CachedHead
-from .eagle_tree import FIXED, Tree, Trust, grow_trees, plant_fixed
+from .eagle_tree import FIXED, Tree, grow_trees, plant_fixed
 from .sample import argmax_tokens, chain_proposal, draw_tokens, sound_rows
 
 MOST_PENDING = 256
 """Pairs that a row which drafts nothing lets gather before they are run: 1.8 MB of a small model's."""
 CHUNK = 64
 """Of these, so many are run in one pass."""
-
-
-@dataclass
-class _Slot:
-    """What a request's slot holds besides its cache row."""
-
-    output: Tensor | None = None  # [H], the head's output at the last pair
-    taps: list[Tensor] = field(default_factory=list)  # not yet run: [m, len(taps) * H] in parts
-    tokens: list[int] = field(default_factory=list)  # the tokens paired with them
-    off: bool = False  # drafts no more: beyond the head's context, or its state holds NaN
-    hoped: float = 0.0  # tokens of the last tree that its confidence promised
-    trust: Trust = field(default_factory=Trust)
 
 
 class EagleDraft:
@@ -92,6 +79,7 @@ class EagleDraft:
             name, head.config.taps, nodes, options=options, max_depth=depth,
             priced=bool(tree) and not fixed,
         )  # fmt: skip
+        self.whole = OneCall(self.passes, depth, tree, branch, fixed)
 
     def start(self, rows: int, capacity: int) -> None:
         """Reserve the head's cache: behind a row's length lie what is drafted, or a ragged batch's
@@ -99,11 +87,11 @@ class EagleDraft:
         depth = self.info.depth
         spare = max(self.branch * (depth - 1) if self.tree else depth, depth + 1, CHUNK)
         self.passes.start(rows, min(capacity, self.limit) + spare)
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, Slot] = {}
 
     def open(self, row: DraftRow) -> None:
         """A request took the slot."""
-        self._slots[row.slot] = _Slot()
+        self._slots[row.slot] = Slot()
 
     def resume(self, row: DraftRow, shared: int) -> int:
         """Keep the pairs of shared tokens, but for the last of them, whose next token is another.
@@ -142,11 +130,11 @@ class EagleDraft:
         """Draft a chain or a tree for every row, one pass of the head a depth."""
         depths = [self._depth(row) for row in rows]
         live = [b for b, depth in enumerate(depths) if depth > 0]
-        if self._in_step([rows[b] for b in live]):
+        mine, deep = [rows[b] for b in live], [depths[b] for b in live]
+        if mine and self.whole.runs_pairs(mine, self._slots):
             idle = [row for row, depth in zip(rows, depths, strict=True) if not depth]
             self._catch_up(idle, [0] * len(idle))
-            mine = self._behind_pairs([rows[b] for b in live], [depths[b] for b in live])
-            return self._placed(live, mine, rows)
+            return self._placed(live, self.whole.behind_pairs(mine, self._slots, deep), rows)
         self._catch_up(rows, depths)
         states = [self._slots[rows[b].slot].output for b in live]
         outputs = [output for output in states if output is not None]
@@ -159,9 +147,9 @@ class EagleDraft:
                 self._give_up(rows[b].slot)
         live = [b for b, fine in zip(live, finite, strict=True) if fine]
         hidden = hidden[finite]
-        if live and self._runs_whole([rows[b] for b in live]):
-            some, deep = [rows[b] for b in live], [depths[b] for b in live]
-            return self._placed(live, self._in_one_call(some, deep, hidden)[0], rows)
+        mine, deep = [rows[b] for b in live], [depths[b] for b in live]
+        if mine and self.whole.runs(mine):
+            return self._placed(live, self.whole.behind(mine, self._slots, deep, hidden)[0], rows)
         if not self.tree:
             return self._chains(rows, live, depths, hidden)
         trees: list[tuple[list[int], list[int]]] = [([], []) for _ in rows]
@@ -188,7 +176,7 @@ class EagleDraft:
         assert feedback.hidden is not None
         batch: list[int] = []
         sources: list[int] = []  # rows of the target's forward: the root, then accepted nodes
-        taught: list[tuple[_Slot, Sequence[int]]] = []
+        taught: list[tuple[Slot, Sequence[int]]] = []
         for b, row in enumerate(rows):
             committed, slot = feedback.committed[b], self._slots[row.slot]
             slot.trust.learn(slot.hoped, len(feedback.paths[b]))
@@ -240,78 +228,19 @@ class EagleDraft:
                 hidden = passes.run(slots, tokens, hidden[:, None], offsets, behind=drafted)[:, 0]
         return chain_proposal(chains, drawn_from, passes.target_vocab, sampled)
 
-    def _runs_whole(self, rows: Sequence[DraftRow]) -> bool:
-        """Whether the library drafts for these rows in one call, of a head that it runs whole: chosen
-        trees, and chains of greedy rows."""
-        if self.passes.chain is None or self.fixed or any(row.history.active for row in rows):
-            return False
-        return bool(self.tree) or all(row.params.greedy for row in rows)
-
-    def _in_step(self, rows: Sequence[DraftRow]) -> bool:
-        """Whether that call can run what each of them committed in the last round, too."""
-        if not rows or not self._runs_whole(rows):
-            return False
-        chain, slots = self.passes.chain, [self._slots[row.slot] for row in rows]
-        few = all(0 < len(slot.tokens) <= self.info.depth + 1 for slot in slots)
-        return few and chain is not None and chain.fc is not None
-
-    def _behind_pairs(self, rows: Sequence[DraftRow], depths: Sequence[int]) -> list[Tree]:
-        """`_in_one_call`, once the rows' pending pairs are run: `_run_pending`, in the same call."""
-        passes, slots = self.passes, [self._slots[row.slot] for row in rows]
-        ids = torch.tensor([token for slot in slots for token in slot.tokens])
-        taps = torch.cat([part for slot in slots for part in slot.taps])
-        counts = [len(slot.tokens) for slot in slots]
-        pairs = Pairs(taps, passes.embed(ids).to(taps).contiguous(), counts)
-        drafted, first = self._in_one_call(rows, depths, pairs)
-        finite = first.isfinite().all(dim=1).tolist()
-        for i, (row, slot) in enumerate(zip(rows, slots, strict=True)):
-            slot.output, slot.taps, slot.tokens = first[i], [], []
-            if not finite[i]:
-                self._give_up(row.slot)
-                drafted[i] = ([], [])
-        return drafted
-
-    def _in_one_call(
-        self, rows: Sequence[DraftRow], depths: Sequence[int], first: Tensor | Pairs
-    ) -> tuple[list[Tree], Tensor]:
-        """What `_chains` or `grow_trees` draft for these rows, and the outputs [b, H] behind which."""
-        cache, chain, targets = self.passes.cache, self.passes.chain, self.passes.targets
-        assert chain is not None
-        slots = [row.slot for row in rows]
-        parts = (first, depths, slots, [cache.lengths[slot] for slot in slots], cache.data)
-        out: list[Tree] = []
-        broken: list[bool] = []
-        if self.tree:
-            branch = min(self.branch, len(targets))
-            prices = [
-                None if p is None else (p.rate, p.nodes_ms, p.step_ms)
-                for p in (row.prices for row in rows)
-            ]
-            trust = [self._slots[slot].trust.share for slot in slots]
-            grown, outputs = chain.trees(*parts, branch, self.tree, prices, trust)
-            for slot, tree in zip(slots, grown, strict=True):
-                self._slots[slot].hoped = tree.hoped
-                out.append(([targets[i] for i in tree.ids], tree.parents))
-                broken.append(tree.broken)
-        else:
-            chains, outputs = chain(*parts)
-            for ids in chains:
-                broken.append(-1 in ids)
-                tokens = [targets[i] for i in (ids[: ids.index(-1)] if -1 in ids else ids)]
-                out.append((tokens, list(range(-1, len(tokens) - 1))))
-        for i, slot in enumerate(slots):
-            if isinstance(first, Pairs):
-                cache.advance(slot, first.counts[i])
-            if broken[i]:
-                cache.erase(slot, cache.lengths[slot])
-        return out, outputs
-
     def _placed(
-        self, live: Sequence[int], drafted: Sequence[Tree], rows: Sequence[DraftRow]
+        self, live: Sequence[int], drafted: Sequence[Tree | None], rows: Sequence[DraftRow]
     ) -> Proposal:
-        """The proposal in which these batch rows have these trees, and the others nothing."""
-        found = dict(zip(live, drafted, strict=True))
-        trees = [found.get(b, ([], [])) for b in range(len(rows))]
+        """The proposal in which these batch rows have these trees, and the others nothing.
+
+        A row with None is given up.
+        """
+        trees: list[Tree] = [([], [])] * len(rows)
+        for b, tree in zip(live, drafted, strict=True):
+            if tree is None:
+                self._give_up(rows[b].slot)
+            else:
+                trees[b] = tree
         if self.tree:
             return Proposal.trees(trees)
         return Proposal.chains([tokens for tokens, _ in trees])
@@ -367,5 +296,5 @@ class EagleDraft:
 
     def _give_up(self, slot: int) -> None:
         """The head's state of a row holds NaN: the request goes on undrafted."""
-        self._slots[slot] = _Slot(off=True)
+        self._slots[slot] = Slot(off=True)
         self.passes.cache.erase(slot, 0)
