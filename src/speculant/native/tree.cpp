@@ -112,7 +112,10 @@ class Growth {
   // The children of `above`, whose outputs lie from row `output` on; the best k of them, best first.
   std::vector<int64_t> offer(const std::vector<int64_t> &above, int64_t output, int64_t count) {
     const int64_t size = model_.hidden, width = draft_.head.outputs;
-    std::vector<float> normed(count * size), logits(count * width), scores(k_);
+    static thread_local std::vector<float> normed, logits;  // kept: a page that is fresh costs a fault
+    if (static_cast<int64_t>(normed.size()) < count * size) normed.resize(count * size);
+    if (static_cast<int64_t>(logits.size()) < count * width) logits.resize(count * width);
+    std::vector<float> scores(k_);
     std::vector<int64_t> ids(k_), fresh;
     speculant_norm(&outputs_[output * size], draft_.norm, normed.data(), count, size, model_.eps);
     const Matrix &m = draft_.head;
