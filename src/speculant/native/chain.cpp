@@ -14,23 +14,9 @@ namespace {
 
 // The first place of the largest of x, or -1 where one of them is NaN or it is infinite.
 int64_t likeliest(const float *x, int64_t count) {
-  Vec tops = Vec{} - INFINITY;
-  Ints broken = {};
-  int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) {
-    const Vec v = load(x + i);
-    tops = larger(v, tops);
-    broken |= v != v;
-  }
-  float top = -INFINITY;
-  bool bad = total(broken) != 0;
-  for (int k = 0; k < LANES; ++k) top = tops[k] > top ? tops[k] : top;
-  for (; i < count; ++i) {
-    top = x[i] > top ? x[i] : top;
-    bad |= x[i] != x[i];
-  }
-  if (bad || !std::isfinite(top)) return -1;
-  for (i = 0; i < count; ++i)
+  const float top = largest(x, count);
+  if (!std::isfinite(top)) return -1;
+  for (int64_t i = 0; i < count; ++i)
     if (x[i] == top) return i;
   return -1;
 }

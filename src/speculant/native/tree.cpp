@@ -26,22 +26,11 @@ struct Candidate {
 // Of logits [n]: the k largest with their log-probabilities, equal ones by id. None where one is NaN or
 // the largest is infinite.
 int likeliest(const float *x, int64_t n, int k, float *scores, int64_t *ids) {
-  Vec tops = Vec{} - INFINITY, sums = {};
-  Ints broken = {};
-  int64_t i = 0;
-  for (; i + LANES <= n; i += LANES) {
-    const Vec v = load(x + i);
-    tops = larger(v, tops);
-    broken |= v != v;
-  }
-  float top = NONE, sum = 0;
-  bool bad = total(broken) != 0;
-  for (int lane = 0; lane < LANES; ++lane) top = std::max(top, tops[lane]);
-  for (; i < n; ++i) {
-    top = x[i] > top ? x[i] : top;
-    bad |= x[i] != x[i];
-  }
-  if (bad || !std::isfinite(top)) return 0;
+  const float top = largest(x, n);
+  if (!std::isfinite(top)) return 0;
+  Vec sums = {};
+  float sum = 0;
+  int64_t i;
   for (i = 0; i + LANES <= n; i += LANES) sums += exponential(load(x + i) - top);
   for (; i < n; ++i) sum += std::exp(x[i] - top);
   const float whole = top + std::log(sum + total(sums));

@@ -1,6 +1,7 @@
 // Sixteen float32 at a time, in the compiler's own vector types: AVX-512, AVX2 or NEON by flags.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #if defined(__AVX512F__)
@@ -163,4 +164,24 @@ static inline Vec exponential(Vec x) {
   const Vec power = reinterpret_cast<Vec>((n + 127) << 23);
   const Vec e = (p * f * f + f + 1.0f) * power;
   return tiny ? Vec{} : e;
+}
+
+// The largest of x: NaN where one of them is.
+static inline float largest(const float *x, int64_t count) {
+  Vec tops = Vec{} - INFINITY;
+  Ints broken = {};
+  int64_t i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    const Vec v = load(x + i);
+    tops = larger(v, tops);
+    broken |= v != v;
+  }
+  float top = -INFINITY;
+  bool bad = total(broken) != 0;
+  for (int k = 0; k < LANES; ++k) top = tops[k] > top ? tops[k] : top;
+  for (; i < count; ++i) {
+    top = x[i] > top ? x[i] : top;
+    bad |= x[i] != x[i];
+  }
+  return bad ? NAN : top;
 }

@@ -87,7 +87,7 @@ def with_copying(
         query[d] -= scale * float(row @ mean) * one
         told = tell @ row
         key[d, size:] = told - float(told @ sink) * toward_sink
-    value, out = _values(head, target, embedded, dim)
+    value, out = _values(head, target, dim)
     first = _embedded(head, target, batches[0].tokens[0, 1])
     value[:, size:] -= torch.outer(value[:, :size] @ first, toward_sink)  # the sink is not copied
 
@@ -186,7 +186,7 @@ def _projection(tokens: Tensor, told: Tensor, count: int) -> Tensor:
     return out
 
 
-def _values(head: Eagle3Head, target: Target, embedded: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def _values(head: Eagle3Head, target: Target, dim: int) -> tuple[Tensor, Tensor]:
     """v [dim, 2 H] and o [H, dim]: a token's embedding becomes a lift of that token's logit.
 
     The LM head's rows are much alike; a row over their covariance lifts its own token alone. Of the
