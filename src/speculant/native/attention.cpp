@@ -71,8 +71,7 @@ struct Pair {
     for (int64_t c = kept; c < width; ++c) s[c] = -INFINITY;
     Vec tops = Vec{} - INFINITY, sums = {};
     for (int64_t c = 0; c < width; c += LANES) tops = larger(tops, load(s + c));
-    float top = -INFINITY;
-    for (int i = 0; i < LANES; ++i) top = tops[i] > top ? tops[i] : top;
+    const float top = most(tops);
     for (int64_t c = 0; c < width; c += LANES) {
       const Vec e = exponential(load(s + c) - top);
       store(s + c, e);
@@ -120,8 +119,10 @@ struct Pair {
     for (int64_t i = 0; i < queries; i += 4) score(i);
     for (int64_t i = 0; i < queries; ++i) soften(i);
     for (int64_t i = 0; i < queries; i += 4) {
-      if constexpr (CHUNKS > 4) mix<4>(i, 0);
-      mix<(CHUNKS > 4 ? CHUNKS - 4 : CHUNKS)>(i, CHUNKS > 4 ? 4 : 0);
+      constexpr int AT_ONCE = PARTS == 1 ? 4 : 1;  // so that the sums stay in registers
+      int chunk = 0;
+      for (; chunk + AT_ONCE <= CHUNKS; chunk += AT_ONCE) mix<AT_ONCE>(i, chunk);
+      if constexpr (CHUNKS % AT_ONCE != 0) mix<CHUNKS % AT_ONCE>(i, chunk);
     }
   }
 };

@@ -49,9 +49,9 @@ void add(float *to, const float *from, int64_t count) {
 void gated(const float *both, float *out, int64_t size) {  // silu(gate) * up
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES) {
-    const Vec gate = load(both + i), down = gate > 0.0f ? -gate : gate;
-    const Vec e = exponential(down);  // of -|gate|
-    const Vec sigmoid = (gate > 0.0f ? Vec{} + 1.0f : e) / (1.0f + e);
+    const Vec gate = load(both + i);
+    const Vec e = exponential(choose(gate > 0.0f, -gate, gate));  // of -|gate|
+    const Vec sigmoid = choose(gate > 0.0f, Vec{} + 1.0f, e) / (1.0f + e);
     store(out + i, gate * sigmoid * load(both + size + i));
   }
   for (; i < size; ++i) out[i] = both[i] / (1 + std::exp(-both[i])) * both[size + i];

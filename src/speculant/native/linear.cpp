@@ -127,9 +127,7 @@ void round_rows(const LinearCall &call, Rounded &r) {
   for (int64_t g = 0; g < groups; ++g) {
     const Vec low = load(call.x + g * GROUP), high = load(call.x + g * GROUP + LANES);
     const Vec sizes = larger(larger(low, -low), larger(high, -high));
-    float most = 0;
-    for (int i = 0; i < LANES; ++i) most = std::max(most, sizes[i]);
-    const float scale = most / 127, inverse = most > 0 ? 127 / most : 0;
+    const float top = most(sizes), scale = top / 127, inverse = top > 0 ? 127 / top : 0;
     const Ints a = nearest(low * inverse), b = nearest(high * inverse);
     store_bytes(&r.codes[g * GROUP], a);
     store_bytes(&r.codes[g * GROUP + LANES], b);
@@ -153,16 +151,23 @@ void integers(const LinearCall &call, int64_t panel, int64_t token, const Rounde
       const int8_t *x = r.codes.data() + token * inputs + g * GROUP;
       if constexpr (T > 4)
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i + AHEAD);
-      Ints part[T];
-      for (int t = 0; t < T; ++t) part[t] = Ints{} + (FOUR ? 0 : r.offsets[(token + t) * groups + g]);
+      std::conditional_t<FOUR, Nibbles, Octets> part[T];
       for (int64_t k = 0; k < (FOUR ? 16 : GROUP); k += 4) {
         const Words w = words(from + k * LANES);
-        for (int t = 0; t < T; ++t) part[t] = dot(part[t], FOUR ? w & 0x0F0F0F0F : w, x + t * inputs + k);
-        if constexpr (FOUR)
-          for (int t = 0; t < T; ++t) part[t] = dot(part[t], (w >> 4) & 0x0F0F0F0F, x + t * inputs + k + 16);
+        if constexpr (FOUR) {
+          const Words low = w & 0x0F0F0F0Fu, high = (w >> 4) & 0x0F0F0F0Fu;
+          for (int t = 0; t < T; ++t) part[t].add(low, x + t * inputs + k);
+          for (int t = 0; t < T; ++t) part[t].add(high, x + t * inputs + k + 16);
+        } else {
+          for (int t = 0; t < T; ++t) part[t].add(w, x + t * inputs + k);
+        }
       }
       const Vec scale = load(call.scales + at * LANES);
-      for (int t = 0; t < T; ++t) sums[p][t] += floats(part[t]) * (scale * r.scales[(token + t) * groups + g]);
+      for (int t = 0; t < T; ++t) {
+        const int64_t of = (token + t) * groups + g;
+        const Ints sum = FOUR ? part[t].sum() : part[t].sum() + r.offsets[of];
+        sums[p][t] += floats(sum) * (scale * r.scales[of]);
+      }
       if (call.minima) {
         const Vec least = load(call.minima + at * LANES);
         for (int t = 0; t < T; ++t) sums[p][t] += least * r.totals[(token + t) * groups + g];
@@ -220,6 +225,7 @@ void any(const LinearCall &call, int format, int64_t panel, int64_t token, const
 }
 
 constexpr int STEP = 4;  // panels a thread takes at once
+constexpr int MOST = (REGISTERS - 4) / PARTS < 8 ? (REGISTERS - 4) / PARTS : 8;  // rows whose sums stay in registers
 
 // `count` panels, P at once while there are as many, times T rows.
 template <int P, int T>
@@ -229,19 +235,22 @@ void tile(const LinearCall &call, int format, int64_t first, int64_t count, int6
   for (; p < count; ++p) any<1, T>(call, format, first + p, token, x);
 }
 
-// Rows by eights, then the rest. A sum is a chain of dependent steps, so that few rows need several
+// Rows by as many as registers hold. A sum is a chain of dependent steps, so that few rows need several
 // panels at once to keep the arithmetic busy.
 void panels(const LinearCall &call, int format, int64_t first, int64_t count, const Inputs &x) {
-  int64_t token = 0;
-  for (; token + 8 <= call.tokens; token += 8) tile<1, 8>(call, format, first, count, token, x);
-  switch (call.tokens - token) {
-    case 1: return tile<4, 1>(call, format, first, count, token, x);
-    case 2: return tile<2, 2>(call, format, first, count, token, x);
-    case 3: return tile<2, 3>(call, format, first, count, token, x);
-    case 4: return tile<2, 4>(call, format, first, count, token, x);
-    case 5: return tile<1, 5>(call, format, first, count, token, x);
-    case 6: return tile<1, 6>(call, format, first, count, token, x);
-    case 7: return tile<1, 7>(call, format, first, count, token, x);
+  for (int64_t token = 0; token < call.tokens;) {
+    const int64_t rows = std::min<int64_t>(call.tokens - token, MOST);
+    switch (rows) {
+      case 1: tile<4, 1>(call, format, first, count, token, x); break;
+      case 2: tile<2, 2>(call, format, first, count, token, x); break;
+      case 3: tile<2, 3>(call, format, first, count, token, x); break;
+      case 4: tile<PARTS == 1 ? 2 : 1, 4>(call, format, first, count, token, x); break;
+      case 5: tile<1, 5>(call, format, first, count, token, x); break;
+      case 6: tile<1, 6>(call, format, first, count, token, x); break;
+      case 7: tile<1, 7>(call, format, first, count, token, x); break;
+      case 8: tile<1, 8>(call, format, first, count, token, x); break;
+    }
+    token += rows;
   }
 }
 
@@ -253,10 +262,9 @@ extern "C" void speculant_linear(const LinearCall *call, int format, int threads
     const int64_t count = call->tokens * call->inputs;  // of the last vector, the lanes that are there
     x.halves.resize((count + LANES - 1) / LANES * LANES);
     for (int64_t i = 0; i < count; i += LANES) {
-      Vec v{};
-      std::memcpy(&v, call->x + i, sizeof(float) * std::min<int64_t>(LANES, count - i));
-      const Halves h = halves(v);
-      std::memcpy(&x.halves[i], &h, sizeof h);
+      float last[LANES] = {};
+      std::memcpy(last, call->x + i, sizeof(float) * std::min<int64_t>(LANES, count - i));
+      store_halves(&x.halves[i], load(last));
     }
   } else if (format >= INT8_ROUNDED) {
     round_rows(*call, x.rounded);
