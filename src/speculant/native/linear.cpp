@@ -237,9 +237,11 @@ void tile(const LinearCall &call, int format, int64_t first, int64_t count, int6
 
 // Rows by as many as registers hold. A sum is a chain of dependent steps, so that few rows need several
 // panels at once to keep the arithmetic busy.
+// (Groups of nibbles have sums of their own beside those: four rows, where two registers hold a vector.)
 void panels(const LinearCall &call, int format, int64_t first, int64_t count, const Inputs &x) {
+  const int64_t most = format == INT4_GROUPS && PARTS > 1 ? std::min(MOST, 4) : MOST;
   for (int64_t token = 0; token < call.tokens;) {
-    const int64_t rows = std::min<int64_t>(call.tokens - token, MOST);
+    const int64_t rows = std::min<int64_t>(call.tokens - token, most);
     switch (rows) {
       case 1: tile<4, 1>(call, format, first, count, token, x); break;
       case 2: tile<2, 2>(call, format, first, count, token, x); break;
