@@ -34,6 +34,7 @@ from speculant.sampling import (
     SamplingParams,
     broken_rows,
     draw,
+    likeliest,
     to_probs,
 )
 
@@ -387,13 +388,36 @@ def test_broken_logits_name_the_position(bad: float) -> None:
     logits[:, :, 1] = -INF
     positions = torch.tensor([[5, 6, 7], [8, 9, 10]])
     real = torch.tensor([[True, True], [True, True]])
-    assert broken_rows(logits, positions, real) == {}
+    assert broken_rows(likeliest(logits)[1], positions, real) == {}
     logits[1, 2] = bad
-    found = broken_rows(logits, positions, real)
+    found = broken_rows(likeliest(logits)[1], positions, real)
     assert list(found) == [1]
     assert "position 10 " in found[1]
     real[1, 1] = False  # padding may be anything
-    assert broken_rows(logits, positions, real) == {}
+    assert broken_rows(likeliest(logits)[1], positions, real) == {}
+
+
+@pytest.mark.parametrize("path", ["torch", "compiled"])
+def test_the_likeliest_of_every_position(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ties go to the lowest id, wherever in the vocabulary; NaN and infinities are told apart."""
+    if path == "torch":
+        monkeypatch.setattr("speculant.native.layers.library", lambda: None)
+    logits = torch.randn(3, 4, 2500, generator=torch.Generator().manual_seed(9))
+    logits[0, 0, [2100, 1100, 2499]] = 9.0
+    logits[0, 1, [1024, 1023]] = 9.0
+    logits[0, 2] = -1.0
+    logits[1, 0, 2499], logits[1, 1, 0], logits[1, 2, 7] = NAN, INF, -INF
+    logits[1, 3] = -INF
+    ids, fine = likeliest(logits)
+    assert ids[0, :3].tolist() == [1100, 1023, 0]
+    assert fine.tolist() == [[True] * 4, [False, False, True, False], [True] * 4]
+    assert torch.equal(ids[fine], logits.argmax(dim=-1)[fine])
+    assert bool(((ids >= 0) & (ids < 2500)).all())
+    for part in (logits[:, :2], logits[1:, 1:], logits[..., :2000], logits[:, :, ::2]):
+        best, good = likeliest(part)
+        want = part.max(dim=-1)
+        assert torch.equal(good, want.values.isfinite())
+        assert torch.equal(best[good], part.argmax(dim=-1)[good])
 
 
 # ---------------------------------------------------------------- random

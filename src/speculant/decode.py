@@ -20,7 +20,7 @@ from .cache import KVCache
 from .drafts.base import Draft, DraftRow, Feedback
 from .metrics import Counters
 from .proposal import Proposal, Verdict
-from .sampling import broken_rows, draw, to_probs_rows
+from .sampling import broken_rows, draw, likeliest, to_probs_rows
 from .step import Drafted, Step, token_logprobs
 from .target.base import Target
 from .text import TextStream
@@ -65,10 +65,10 @@ class Decoder:
         began = time.perf_counter()
         proposal = self._checked(self._propose(rows), rows)
         drafted = time.perf_counter()
-        logits, hidden, offsets, errors = self._forward(rows, proposal)
+        logits, hidden, offsets, best, errors = self._forward(rows, proposal)
         forwarded = time.perf_counter()
         nodes = 1 + proposal.width
-        verdict = self._verify(rows, proposal, logits[:, :nodes], offsets[:, :nodes])
+        verdict = self._verify(rows, proposal, logits[:, :nodes], offsets[:, :nodes], best)
         steps = self._commit(rows, proposal, verdict, logits, offsets[:, :nodes].tolist(), errors)
         verified = time.perf_counter()
         self._teach(rows, proposal, steps, verdict, logits, hidden)
@@ -119,10 +119,11 @@ class Decoder:
 
     def _forward(
         self, rows: Sequence[Row], proposal: Proposal
-    ) -> tuple[Tensor, Tensor | None, Tensor, dict[int, str]]:
-        """The target over root, nodes and window: logits [B, T, V], taps, offsets [B, T], errors.
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, dict[int, str]]:
+        """The target over root, nodes and window.
 
-        Errors: batch row -> what is wrong with its logits. Such a row's logits are zeroed.
+        Logits [B, T, V], taps, offsets [B, T], argmaxes at root and nodes [B, 1 + n], and errors:
+        batch row -> what is wrong with its logits. Such a row's logits are zeroed.
         """
         drafted, offsets, mask = forward_layout(proposal)
         device = drafted.device
@@ -137,18 +138,26 @@ class Decoder:
         logits, hidden = self.target.forward(tokens, positions, mask, cache, taps)
         assert logits is not None
         nodes = 1 + proposal.width
-        errors = broken_rows(logits[:, :nodes], positions[:, :nodes], proposal.real)
+        best, fine = likeliest(logits[:, :nodes])
+        errors = broken_rows(fine, positions[:, :nodes], proposal.real)
         for b in errors:
-            logits[b] = 0
-        return logits, hidden, offsets, errors
+            logits[b], best[b] = 0, 0
+        return logits, hidden, offsets, best, errors
 
     def _verify(
-        self, rows: Sequence[Row], proposal: Proposal, logits: Tensor, offsets: Tensor
+        self,
+        rows: Sequence[Row],
+        proposal: Proposal,
+        logits: Tensor,
+        offsets: Tensor,
+        best: Tensor,
     ) -> Verdict:
-        """Apply the acceptance rule; logits [B, 1 + n, V], offsets (depths) [B, 1 + n]."""
-        logits = self._adjusted(rows, proposal, logits)
+        """Apply the acceptance rule; logits [B, 1 + n, V], offsets (depths) and argmaxes [B, 1 + n]."""
+        adjusted = self._adjusted(rows, proposal, logits)
+        if adjusted is not logits:
+            logits, best = adjusted, likeliest(adjusted)[0]
         if proposal.draft_probs is None:
-            return verify_chosen(proposal, _own_tokens(rows, logits, offsets))
+            return verify_chosen(proposal, _own_tokens(rows, logits, offsets, best))
         uniforms = torch.zeros(len(rows), proposal.width + 1, dtype=torch.float64)
         for b, (row, count) in enumerate(zip(rows, proposal.num_nodes.tolist(), strict=True)):
             numbers = row.random.take(count + 1)
@@ -213,7 +222,9 @@ class Decoder:
                 row.random.take(kept)
             depth = max(depths[b][: lengths[b] + 1])
             row.counters.add_round(lengths[b], depth, min(len(path), kept), kept)
-            logprobs = token_logprobs(logits[b, sources], tokens, row.params.logprobs)
+            logprobs = None
+            if row.params.logprobs is not None:
+                logprobs = token_logprobs(logits[b, sources], tokens, row.params.logprobs)
             drafted = Drafted(ids[b][: lengths[b]], above[b][: lengths[b]], path[:kept], row.budget)
             steps.append(Step(tokens, origins, logprobs, drafted=drafted))
         return steps
@@ -255,15 +266,15 @@ def _awake(rows: Sequence[Row]) -> list[int]:
     return [b for b, row in enumerate(rows) if not row.asleep]
 
 
-def _own_tokens(rows: Sequence[Row], logits: Tensor, depths: Tensor) -> Tensor:
-    """The target's own token after the root and every node, [B, 1 + n]: argmax or sample.
+def _own_tokens(rows: Sequence[Row], logits: Tensor, depths: Tensor, best: Tensor) -> Tensor:
+    """The target's own token after the root and every node, [B, 1 + n]: argmax (`best`) or sample.
 
     The number that samples a position is the one plain decoding would use there: the first for
     the root's successor, the next one level down.
     """
     sampled = [b for b, row in enumerate(rows) if not row.params.greedy]
     if not sampled:
-        return logits.argmax(dim=-1)
+        return best
     deepest = int(depths.max()) + 1
     some = [rows[b] for b in sampled]
     numbers = torch.tensor([row.random.peek(deepest) for row in some], dtype=torch.float64)
@@ -272,7 +283,7 @@ def _own_tokens(rows: Sequence[Row], logits: Tensor, depths: Tensor) -> Tensor:
         return draw(_probabilities(rows, logits), uniforms)
     index = torch.tensor(sampled, device=logits.device)
     uniforms = numbers.to(logits.device).gather(1, depths.to(logits.device)[index])
-    out = logits.argmax(dim=-1)  # shape: [B, 1 + n]
+    out = best.clone()
     out[index] = draw(_probabilities(some, logits[index]), uniforms)
     return out
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class Proposal:
         assert self.lengths is not None
         return self.lengths
 
-    @property
+    @cached_property
     def real(self) -> Tensor:
         """[B, n] bool: which nodes are not padding."""
         order = torch.arange(self.width, device=self.tokens.device)
@@ -141,6 +141,8 @@ class Proposal:
     def chains(rows: Sequence[Sequence[int]], window: Window | None = None) -> Proposal:
         """A ragged batch of chosen chains, one list of token ids a row (may be empty)."""
         n = max(map(len, rows), default=0)
+        if not n and window is None:
+            return _nothing(len(rows))
         ids = torch.tensor([[*row, *[0] * (n - len(row))] for row in rows], dtype=torch.int64)
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         return Proposal(ids.view(len(rows), n), chain_parents(n), None, lengths, window)
@@ -162,6 +164,13 @@ class Proposal:
                 parents[b, : len(tokens)] = torch.tensor(list(above))
         lengths = torch.tensor([len(tokens) for tokens, _ in rows], dtype=torch.int64)
         return Proposal(ids, parents, lengths=lengths, window=window)
+
+
+@lru_cache(maxsize=128)
+def _nothing(rows: int) -> Proposal:
+    """No node for any row. The same every time: not to be written to."""
+    lengths = torch.zeros(rows, dtype=torch.int64)
+    return Proposal(lengths.new_zeros(rows, 0), chain_parents(0), None, lengths)
 
 
 def deepest(parents: Sequence[int]) -> int:

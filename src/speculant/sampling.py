@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .native.layers import likeliest as native_likeliest
+
 GREEDY_BELOW = 1e-4
 """Temperatures below this are argmax: dividing by them would overflow float32."""
 MAX_SEED = 2**63 - 1
@@ -280,14 +282,27 @@ def _below(threshold: Tensor, total: Tensor) -> Tensor:
     return torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
 
 
-def broken_rows(logits: Tensor, positions: Tensor, real: Tensor) -> dict[int, str]:
-    """Batch rows of target logits [B, 1 + n, V] that hold NaN or +inf, or forbid every token.
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Argmax of logits [B, T, V], ties to the lowest id, and where it means something: [B, T] each.
 
-    positions: [B, 1 + n]; real: [B, n], which nodes are not padding. One reduction: the maximum of
-    a position is NaN or +inf iff one of its logits is, and -inf iff all of them are.
+    Nothing where a position holds NaN or +inf, or forbids every token; one reduction tells: the
+    maximum is NaN or +inf iff one of the logits is, and -inf iff all of them are.
     """
-    fine = logits.amax(dim=-1).isfinite()  # shape: [B, 1 + n]
+    ids = native_likeliest(logits)
+    if ids is None:
+        best, ids = logits.max(dim=-1)
+        return ids, best.isfinite()
+    return ids.clamp(min=0), ids >= 0
+
+
+def broken_rows(fine: Tensor, positions: Tensor, real: Tensor) -> dict[int, str]:
+    """Batch rows of a target's logits that mean nothing somewhere: what is wrong, with its place.
+
+    fine: [B, 1 + n], see `likeliest`; positions: [B, 1 + n]; real: [B, n], which nodes are not
+    padding
+    """
     if real.shape[1]:
+        fine = fine.clone()
         fine[:, 1:] |= ~real.to(fine.device)
     if bool(fine.all()):
         return {}

@@ -53,15 +53,11 @@ class Step:
     drafted: Drafted | None = None
 
 
-def token_logprobs(
-    logits: Tensor, tokens: Sequence[int], count: int | None
-) -> list[TokenLogprob] | None:
+def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:
     """Raw log-probabilities of committed tokens; token i was drawn after logits[i], [kept, V].
 
-    count: how many of the likeliest tokens to report beside each; None asks for nothing.
+    count: how many of the likeliest tokens to report beside each
     """
-    if count is None:
-        return None
     out = []
     for logps, token in zip(logits.log_softmax(dim=-1), tokens, strict=True):
         values, ids = logps.topk(min(count, len(logps)))

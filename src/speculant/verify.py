@@ -28,7 +28,7 @@ def verify_chosen(proposal: Proposal, target_tokens: Tensor) -> Verdict:
     rows, n = tokens.shape
     if n == 0:  # plain decoding, every round: as few operators as it takes
         whole = torch.ones(rows, dtype=torch.bool, device=tokens.device)
-        return _verdict([], target_tokens[:, 0], whole, rows, tokens.device)
+        return Verdict(proposal.num_nodes, tokens, target_tokens[:, 0], whole)
     if proposal.is_chain:
         match = (tokens == target_tokens[:, :n]) & proposal.real
         accepted = match.to(torch.int64).cumprod(dim=1).sum(dim=1)  # shape: [B]

@@ -12,15 +12,6 @@
 
 namespace {
 
-// The first place of the largest of x, or -1 where one of them is NaN or it is infinite.
-int64_t likeliest(const float *x, int64_t count) {
-  const float top = largest(x, count);
-  if (!std::isfinite(top)) return -1;
-  for (int64_t i = 0; i < count; ++i)
-    if (x[i] == top) return i;
-  return -1;
-}
-
 void multiply(const Matrix &m, const float *x, float *out, int64_t rows, int64_t threads) {
   const LinearCall call{x, m.weight, m.scales, m.minima, m.bias, out, rows, m.inputs, m.outputs};
   speculant_linear(&call, static_cast<int>(m.format), static_cast<int>(threads));

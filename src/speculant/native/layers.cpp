@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "parallel.h"
 #include "vectors.h"
 
 namespace {
@@ -132,4 +133,10 @@ extern "C" void speculant_layers(const Model *model, const Pass *pass) {
 // x / root mean square * weight, row by row [rows, size].
 extern "C" void speculant_norm(const float *x, const float *weight, float *out, int64_t rows, int64_t size, float eps) {
   for (int64_t r = 0; r < rows; ++r) norm(x + r * size, weight, out + r * size, size, eps);
+}
+
+// The first place of the largest of each row [rows, count], or -1 where it is not finite or a NaN is there.
+extern "C" void speculant_likeliest(
+    const float *x, int64_t rows, int64_t stride, int64_t count, int64_t *ids, int threads) {
+  parallel(rows, threads, [&](int64_t r) { ids[r] = likeliest(x + r * stride, count); });
 }

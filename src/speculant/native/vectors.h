@@ -384,3 +384,21 @@ static inline float largest(const float *x, int64_t count) {
   }
   return bad ? NAN : top;
 }
+
+// The first place of the largest of x, or -1 where one of them is NaN or it is infinite.
+static inline int64_t likeliest(const float *x, int64_t count) {
+  constexpr int64_t STRETCH = 1024;  // of which only the best is looked through
+  float top = -INFINITY;
+  int64_t at = 0;
+  for (int64_t i = 0; i < count; i += STRETCH) {
+    const float mine = largest(x + i, count - i < STRETCH ? count - i : STRETCH);
+    if (mine != mine) return -1;
+    if (mine > top) {
+      top = mine;
+      at = i;
+    }
+  }
+  if (!std::isfinite(top)) return -1;
+  while (x[at] != top) ++at;
+  return at;
+}
