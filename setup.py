@@ -11,13 +11,14 @@ from setuptools import Extension, setup
 MARCH = os.environ.get("SPECULANT_MARCH", "native")
 FLAGS = ["-O3", f"-march={MARCH}", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno"]
 SOURCES = ["attention", "chain", "layers", "library", "linear", "tree"]
+HEADERS = ["calls", "crosswise", "largest", "parallel", "products", "vectors"]
 
 setup(
     ext_modules=[
         Extension(
             "speculant._native",
             [f"src/speculant/native/{name}.cpp" for name in SOURCES],
-            depends=[f"src/speculant/native/{name}.h" for name in ("calls", "parallel", "vectors")],
+            depends=[f"src/speculant/native/{name}.h" for name in HEADERS],
             extra_compile_args=FLAGS,
             language="c++",
             optional=True,

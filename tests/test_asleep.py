@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from fake import FakeTarget
-from speculant.control import Adaptive, Asked, ByLoad, ByPart, Costs, Fixed
+from speculant.adaptive import Adaptive, ByLoad, Costs
+from speculant.control import Asked, ByPart, Fixed
 from speculant.engine import Engine, generate
 from speculant.proposal import Proposal
 from speculant.request import Completion

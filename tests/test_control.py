@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from fake import FakeTarget
 from scripted import Scripted
 from speculant import pace
-from speculant.control import FIRST_WAIT, Adaptive, ByConfidence, ByLoad, Costs, Fixed, Track
+from speculant.adaptive import FIRST_WAIT, Adaptive, ByConfidence, ByLoad, Costs
+from speculant.control import Fixed
 from speculant.drafts import load_draft
 from speculant.engine import generate, generate_many
 from speculant.pace import measure_costs, rising
 from speculant.sampling import SamplingParams
+from speculant.track import Track
 
 
 def costs(draft_ms: float, row_ms: float, most: int = 8, base: float = 10.0) -> Costs:

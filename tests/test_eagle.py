@@ -17,13 +17,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fake import HIDDEN, FakeTarget
-from speculant.control import Fixed, Track
+from speculant.control import Fixed
 from speculant.drafts import load_draft
 from speculant.drafts.eagle import EagleDraft
 from speculant.engine import Engine, generate, generate_many
 from speculant.heads.eagle3 import Eagle3Config, Eagle3Head, default_taps
 from speculant.heads.weights import HeadError, check_target, load_head, save_head
 from speculant.sampling import SamplingParams
+from speculant.track import Track
 
 VOCAB, DRAFT_VOCAB = 32, 20
 

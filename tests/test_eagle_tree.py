@@ -19,9 +19,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from fake import HIDDEN, FakeTarget, make_row
+from speculant.adaptive import ByConfidence, Costs
 from speculant.check import run_checks
 from speculant.cli import app
-from speculant.control import ByConfidence, Costs
 from speculant.decode import Decoder, Row
 from speculant.drafts import load_draft
 from speculant.drafts.base import DraftRow

@@ -15,8 +15,9 @@ import pytest
 from fake import FakeTarget
 from scripted import Scripted
 from speculant import pace
+from speculant.adaptive import Costs
 from speculant.check import run_checks
-from speculant.control import ByPart, Costs, Track
+from speculant.control import ByPart
 from speculant.drafts import draft_options, find_draft, load_draft
 from speculant.drafts.base import DraftRow, InParts
 from speculant.drafts.hybrid import COPY, OTHER, HybridDraft
@@ -24,6 +25,7 @@ from speculant.drafts.ngram import NgramDraft
 from speculant.engine import Engine, generate, generate_many
 from speculant.proposal import Proposal
 from speculant.sampling import SamplingParams
+from speculant.track import Track
 from test_eagle import VOCAB, make_head
 from test_eagle_tree import make_eagle1
 

@@ -29,18 +29,20 @@ ALLOWED: dict[str, set[str]] = {
     "tree": {"proposal", "sampling"},
     "verify": {"proposal", "sampling"},
     "target": {"cache", "attention", "native"},
-    "control": {"cost", "metrics", "prices"},
+    "track": set(),
+    "control": {"prices", "track"},
+    "adaptive": {"control", "cost", "prices", "track"},
     "drafts": {
         "heads", "tree", "history", "sampling", "proposal", "prices", "cache", "attention", "target",
     },
     "decode": {
         "target", "drafts.base", "verify", "tree", "cache", "sampling", "proposal", "control",
-        "metrics", "text", "step",
+        "metrics", "text", "step", "native",
     },
     "request": {"target", "sampling", "metrics", "step"},
     "admission": {
         "request", "history", "constraint", "slots", "target", "drafts.base", "cache", "sampling",
-        "control", "metrics", "text", "decode",
+        "control", "track", "metrics", "text", "decode",
     },
     "engine": {
         "request", "constraint", "admission",
@@ -48,7 +50,8 @@ ALLOWED: dict[str, set[str]] = {
         "metrics", "text", "decode",
     },
     "pace": {
-        "engine", "control", "drafts.base", "target", "sampling", "metrics", "request", "cache",
+        "engine", "adaptive", "control", "drafts.base", "target", "sampling", "metrics", "request",
+        "cache",
     },
     "train": {"heads", "target", "cache", "sampling"},
     "simulate": {"pictures", "cost", "metrics"},

@@ -28,13 +28,13 @@ from transformers import (
 )
 
 from speculant.history import History
+from speculant.native.layers import likeliest
 from speculant.sampling import (
     TOP_P_SHORTLIST,
     Random,
     SamplingParams,
     broken_rows,
     draw,
-    likeliest,
     to_probs,
 )
 

@@ -16,11 +16,13 @@ from fake import FakeTarget
 from scripted import Scripted
 from serving import MODEL, TALK, VOCAB, Running, ask, plain, serving, tiny_target, usual_drafts
 from speculant import pace
-from speculant.control import Adaptive, ByLoad, Costs, Fixed, Track
+from speculant.adaptive import Adaptive, ByLoad, Costs
+from speculant.control import Fixed
 from speculant.drafts import load_draft
 from speculant.engine import Engine, generate
 from speculant.pace import by_load, sizes
 from speculant.sampling import SamplingParams
+from speculant.track import Track
 
 
 def costs(draft_ms: float, most: int = 3) -> Costs:

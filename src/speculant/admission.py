@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from .cache import KVCache
 from .constraint import ConstrainedHistory, Constraint
-from .control import Control, Track
+from .control import Control
 from .decode import Decoder, Row
 from .drafts.base import Draft
 from .history import History
@@ -18,6 +18,7 @@ from .sampling import Random, SamplingParams
 from .slots import Slots, Taken
 from .target.base import Target
 from .text import TextStream
+from .track import Track
 
 
 @dataclass

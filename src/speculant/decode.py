@@ -19,8 +19,9 @@ from torch import Tensor
 from .cache import KVCache
 from .drafts.base import Draft, DraftRow, Feedback
 from .metrics import Counters
+from .native.layers import likeliest
 from .proposal import Proposal, Verdict
-from .sampling import broken_rows, draw, likeliest, to_probs_rows
+from .sampling import broken_rows, draw, to_probs_rows
 from .step import Drafted, Step, token_logprobs
 from .target.base import Target
 from .text import TextStream

@@ -1,4 +1,4 @@
-"""What rounds of a pair cost on this machine: measured once, for `control.Adaptive`."""
+"""What rounds of a pair cost on this machine: measured once, for `adaptive.Adaptive`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .control import Adaptive, ByConfidence, ByLoad, ByPart, Control, Costs
+from .adaptive import Adaptive, ByConfidence, ByLoad, Costs
+from .control import ByPart, Control
 from .drafts.base import Draft, InParts
 from .engine import Engine
 from .sampling import SamplingParams

@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .native.layers import likeliest as native_likeliest
-
 GREEDY_BELOW = 1e-4
 """Temperatures below this are argmax: dividing by them would overflow float32."""
 MAX_SEED = 2**63 - 1
@@ -282,24 +280,12 @@ def _below(threshold: Tensor, total: Tensor) -> Tensor:
     return torch.minimum(threshold, torch.nextafter(total, torch.zeros_like(total)))
 
 
-def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Argmax of logits [B, T, V], ties to the lowest id, and where it means something: [B, T] each.
-
-    Nothing where a position holds NaN or +inf, or forbids every token; one reduction tells: the
-    maximum is NaN or +inf iff one of the logits is, and -inf iff all of them are.
-    """
-    ids = native_likeliest(logits)
-    if ids is None:
-        best, ids = logits.max(dim=-1)
-        return ids, best.isfinite()
-    return ids.clamp(min=0), ids >= 0
-
-
 def broken_rows(fine: Tensor, positions: Tensor, real: Tensor) -> dict[int, str]:
     """Batch rows of a target's logits that mean nothing somewhere: what is wrong, with its place.
 
-    fine: [B, 1 + n], see `likeliest`; positions: [B, 1 + n]; real: [B, n], which nodes are not
-    padding
+    fine:      [B, 1 + n], see `native.layers.likeliest`
+    positions: [B, 1 + n]
+    real:      [B, n], which nodes are not padding
     """
     if real.shape[1]:
         fine = fine.clone()

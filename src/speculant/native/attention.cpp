@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "crosswise.h"
 #include "parallel.h"
 #include "vectors.h"
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "largest.h"
 #include "vectors.h"
 
 namespace {

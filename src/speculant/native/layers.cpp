@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "calls.h"
+#include "largest.h"
 #include "parallel.h"
 #include "vectors.h"
 

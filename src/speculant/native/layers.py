@@ -168,20 +168,25 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-def likeliest(x: Tensor) -> Tensor | None:
-    """The first place of the largest of x [B, T, V] float32, -1 where it is NaN or infinite: [B, T].
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Argmax of logits [B, T, V], ties to the lowest id, and where it means something: [B, T] each.
 
-    None where this is no case for the library. torch's own takes five times as long.
+    Nothing where a position holds NaN or +inf, or forbids every token; one reduction tells: the
+    maximum is NaN or +inf iff one of the logits is, and -inf iff all of them are. torch's own takes
+    five times as long.
     """
-    loaded = library() if x.dtype is torch.float32 and x.device.type == "cpu" else None
-    rows, columns, count = x.shape
-    if loaded is None or x.stride(2) != 1 or (rows > 1 and x.stride(0) != columns * x.stride(1)):
-        return None
-    out = torch.empty(rows, columns, dtype=torch.int64)
-    sizes = map(INT, (rows * columns, x.stride(1), count))
-    parts = (POINTER(x.data_ptr()), *sizes, POINTER(out.data_ptr()))
+    rows, columns, count = logits.shape
+    even = logits.stride(2) == 1 and (rows == 1 or logits.stride(0) == columns * logits.stride(1))
+    plain = logits.dtype is torch.float32 and logits.device.type == "cpu"
+    loaded = library() if plain and even else None
+    if loaded is None:
+        best, ids = logits.max(dim=-1)
+        return ids, best.isfinite()
+    ids = torch.empty(rows, columns, dtype=torch.int64)
+    sizes = map(INT, (rows * columns, logits.stride(1), count))
+    parts = (POINTER(logits.data_ptr()), *sizes, POINTER(ids.data_ptr()))
     loaded.speculant_likeliest(*parts, torch.get_num_threads())
-    return out
+    return ids.clamp(min=0), ids >= 0
 
 
 def fits(hidden: int, middle: int) -> bool:

@@ -19,6 +19,7 @@
 
 #include "calls.h"
 #include "parallel.h"
+#include "products.h"
 #include "vectors.h"
 
 namespace {

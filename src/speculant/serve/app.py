@@ -15,7 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from .. import __version__
-from ..control import ByLoad, Control
+from ..adaptive import ByLoad
+from ..control import Control
 from ..drafts import DRAFTS
 from .errors import ApiError, from_validation
 from .schema import ChatRequest, CompletionRequest, ErrorBody
