@@ -12,7 +12,8 @@ import pytest
 from speculant.sampling import SamplingParams
 from speculant.train.beginnings import FEWEST, KINDS, TEXT, Words, begin, words_of
 from speculant.train.prompts import opening
-from speculant.train.responses import Answer, Recipe, Sample, ShardMaker
+from speculant.train.responses import Answer, Recipe, ShardMaker
+from speculant.train.shards import Sample
 from talking import in_rounds
 from test_train_data import Characters
 

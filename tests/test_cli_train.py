@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 from speculant.cli import app
 from speculant.heads.weights import head_kind
 from speculant.train.data import find_shards
-from speculant.train.responses import Sample, shard_path, write_shard
+from speculant.train.shards import Sample, shard_path, write_shard
 from speculant.train.state import RunFolder
 from test_pipeline import TEMPLATE, tiny_model
 

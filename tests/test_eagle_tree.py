@@ -26,7 +26,8 @@ from speculant.decode import Decoder, Row
 from speculant.drafts import load_draft
 from speculant.drafts.base import DraftRow
 from speculant.drafts.eagle import EagleDraft
-from speculant.drafts.eagle_tree import FIXED, Trust, likeliest
+from speculant.drafts.eagle_fixed import FIXED
+from speculant.drafts.eagle_tree import Trust, likeliest
 from speculant.engine import Engine, generate, generate_many
 from speculant.heads.eagle1 import Eagle1Config, Eagle1Head
 from speculant.heads.weights import save_head

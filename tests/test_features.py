@@ -26,7 +26,7 @@ from speculant.train.features import (
     disk_bytes,
     has_states,
 )
-from speculant.train.responses import Sample, shard_path, states_path, write_shard
+from speculant.train.shards import Sample, shard_path, states_path, write_shard
 from test_record import uncached
 
 NOTED = (0, 1, LAST)

@@ -19,7 +19,8 @@ from speculant.train.card import DataCard, check_card, open_folder, read_card
 from speculant.train.data import Corpus, check_mask
 from speculant.train.given import SHARD, FileMaker
 from speculant.train.prompts import Message
-from speculant.train.responses import Answer, Recipe, Sample, shard_path, write_shard
+from speculant.train.responses import Answer, Recipe
+from speculant.train.shards import Sample, shard_path, write_shard
 from talking import Answers, in_rounds
 from test_train_data import Characters, Script
 

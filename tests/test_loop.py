@@ -26,8 +26,8 @@ from speculant.train.eagle3 import Eagle3Objective
 from speculant.train.features import OnlineFeatures
 from speculant.train.loop import Trainer
 from speculant.train.losses import Outcome
-from speculant.train.responses import Sample, shard_path, write_shard
 from speculant.train.settings import LoopSettings, Score, accelerator_for, rate
+from speculant.train.shards import Sample, shard_path, write_shard
 from speculant.train.state import Progress, RunFolder
 from test_eagle import make_head
 

@@ -42,16 +42,8 @@ from speculant.sampling import SamplingParams
 from speculant.target.base import Target
 from speculant.target.load import load_target
 from speculant.train.losses import lm_head_rows
-from speculant.train.responses import (
-    Answer,
-    Recipe,
-    Sample,
-    Talk,
-    read_shard,
-    shard_path,
-    states_path,
-    write_shard,
-)
+from speculant.train.responses import Answer, Recipe, Talk
+from speculant.train.shards import Sample, read_shard, shard_path, states_path, write_shard
 from talking import InRounds, in_rounds
 from test_load import byte_tokenizer, tiny_llama
 from test_loop import Scripted, trainer

@@ -32,11 +32,9 @@ from speculant.train.prompts import (
     read_prompts,
     usable,
 )
-from speculant.train.responses import (
-    Answer,
-    Recipe,
+from speculant.train.responses import Answer, Recipe, ShardMaker
+from speculant.train.shards import (
     Sample,
-    ShardMaker,
     read_shard,
     shard_path,
     states_path,

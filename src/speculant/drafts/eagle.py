@@ -24,8 +24,9 @@ from ..proposal import Proposal
 from ..sampling import to_probs_rows
 from .base import DraftInfo, DraftRow, Feedback
 from .eagle_call import OneCall, Slot
+from .eagle_fixed import FIXED, plant_fixed
 from .eagle_head import CachedHead
-from .eagle_tree import FIXED, Tree, grow_trees, plant_fixed
+from .eagle_tree import Tree, grow_trees
 from .sample import argmax_tokens, chain_proposal, draw_tokens, sound_rows
 
 MOST_PENDING = 256

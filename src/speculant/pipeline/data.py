@@ -13,16 +13,8 @@ from ..target.base import Target
 from ..train.features import disk_bytes
 from ..train.given import FileMaker
 from ..train.prompts import Message, read_prompts
-from ..train.responses import (
-    Recipe,
-    Sample,
-    ShardMaker,
-    Talk,
-    read_shard,
-    shard_path,
-    states_path,
-    write_shard,
-)
+from ..train.responses import Recipe, ShardMaker, Talk
+from ..train.shards import Sample, read_shard, shard_path, states_path, write_shard
 from .settings import TrainSettings
 
 POSITIONS = 1.8

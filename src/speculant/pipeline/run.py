@@ -18,8 +18,8 @@ from ..train.card import DataCard, check_card, open_folder, read_card
 from ..train.data import Corpus, Item, apart, find_shards, plan
 from ..train.features import Features, OfflineFeatures, OnlineFeatures, disk_bytes, has_states
 from ..train.loop import Trainer
-from ..train.responses import Sample, read_shard
 from ..train.settings import LoopSettings, accelerator_for, bfloat16_is_native
+from ..train.shards import Sample, read_shard
 from ..train.state import RunFolder
 from .build import (
     build,

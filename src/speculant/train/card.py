@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .responses import write_text
+from .shards import write_text
 
 NAME = "data.json"
 

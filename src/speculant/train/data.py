@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .responses import Sample, read_shard
+from .shards import Sample, read_shard
 
 WINDOW = 512
 """Samples that are sorted by length together: enough for even batches, few enough to stay random."""

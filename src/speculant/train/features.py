@@ -17,7 +17,7 @@ from torch import Tensor
 from ..target.base import LAST, Target
 from .data import Batch, Item
 from .losses import whole_vocabulary
-from .responses import read_shard, states_path, write_tensors
+from .shards import read_shard, states_path, write_tensors
 
 CHUNK = 256  # answer positions whose logits over the whole vocabulary are held at once
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from ..sampling import SamplingParams
 from ..target.base import Tokenizer
 from .prompts import Message, looping
-from .responses import Answer, Recipe, Sample, Talk
+from .responses import Answer, Recipe, Talk
+from .shards import Sample
 
 SHARD = 128
 """Most conversations of a file in one shard."""

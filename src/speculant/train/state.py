@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .responses import write_tensors, write_text
+from .shards import write_tensors, write_text
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 PREFIXES = {"model": "model.", "best": "best.", "ema": "ema."}
