@@ -11,7 +11,9 @@ from setuptools import Extension, setup
 MARCH = os.environ.get("SPECULANT_MARCH", "native")
 FLAGS = ["-O3", f"-march={MARCH}", "-std=c++17", "-ffp-contract=fast", "-fno-math-errno"]
 SOURCES = ["attention", "chain", "layers", "library", "linear", "tree"]
-HEADERS = ["calls", "crosswise", "largest", "parallel", "products", "vectors"]
+HEADERS = [
+    "calls", "crosswise", "formats", "grouped", "largest", "parallel", "products", "rounded", "vectors",
+]  # fmt: skip
 
 setup(
     ext_modules=[
