@@ -11,6 +11,8 @@ namespace {
 constexpr int64_t GROUP = 32;   // weights that share a scale in the grouped formats
 constexpr int MOST = (REGISTERS - 4) / PARTS < 8 ? (REGISTERS - 4) / PARTS : 8;  // rows whose sums stay in registers
 constexpr int64_t AHEAD = 4096;  // bytes; the processor's own prefetching stops at the end of a page
+template <int T>
+constexpr bool PREFETCHED = T * PARTS > 4;  // fewer rows wait for memory anyway
 
 struct Float32 {
   static constexpr int64_t bytes = 64;  // of sixteen weights

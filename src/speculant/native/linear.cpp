@@ -34,7 +34,7 @@ void block(const LinearCall &call, int64_t panel, int64_t token) {
   for (int64_t k = 0; k < inputs; ++k)
     for (int p = 0; p < P; ++p) {
       const char *at = from + p * size + k * F::bytes;
-      if constexpr (T > 4) __builtin_prefetch(at + AHEAD);  // few rows wait for memory anyway
+      if constexpr (PREFETCHED<T>) __builtin_prefetch(at + AHEAD);
       const Vec w = F::get(at);
       for (int t = 0; t < T; ++t) sums[p][t] += w * x[t * inputs + k];
     }
@@ -56,7 +56,7 @@ void pairs(const LinearCall &call, int64_t panel, int64_t token, const uint16_t 
   for (int64_t k = 0; k < inputs; k += 2)
     for (int p = 0; p < P; ++p) {
       const char *at = from + p * size + k * 2 * LANES;
-      if constexpr (T > 4) __builtin_prefetch(at + AHEAD);
+      if constexpr (PREFETCHED<T>) __builtin_prefetch(at + AHEAD);
       const Words w = words(at);
       for (int t = 0; t < T; ++t) sums[p][t] = dot(sums[p][t], w, x + t * inputs + k);
     }

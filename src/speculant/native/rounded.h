@@ -49,7 +49,7 @@ void integers(const LinearCall &call, int64_t panel, int64_t token, const Rounde
       const int64_t at = (panel + p) * groups + g;
       const char *from = call.weight + at * bytes;
       const int8_t *x = r.codes.data() + token * inputs + g * GROUP;
-      if constexpr (T > 4)
+      if constexpr (PREFETCHED<T>)
         for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i + AHEAD);
       std::conditional_t<FOUR, Nibbles, Octets> part[T];
       for (int64_t k = 0; k < (FOUR ? 16 : GROUP); k += 4) {
