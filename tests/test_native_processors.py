@@ -1,8 +1,7 @@
 """The compiled library as other processors get it: every width of vectors compiles and computes alike.
 
 A machine runs one of the ways in which `vectors.h` holds sixteen numbers. What it does not run would
-break unseen, or be a hundred times slower where bytes are widened one by one, so the narrower ways are
-compiled and run here, and the wider ones at least compiled.
+break unseen, so the narrower ways are compiled and run here, and the wider ones at least compiled.
 """
 
 from __future__ import annotations
